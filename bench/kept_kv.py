@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def trained() -> Path:
     return path
 
 
-async def found(model: Path, requests: int) -> Iterator[dict[str, Any]]:
+async def found(model: Path, requests: int) -> list[dict[str, Any]]:
     """Of each policy: values found, pages and bytes that moved, and pages that did not."""
     rng = random.Random(1)
     asked = [example(rng, CONTEXT, BETWEEN) for _ in range(requests)]
@@ -121,7 +121,7 @@ async def found(model: Path, requests: int) -> Iterator[dict[str, Any]]:
             answers = await asyncio.gather(*(client.generate(prompt, **how) for prompt, _ in asked))
             rows.append({"policy": name, **policy, **_told(answers, [answer for _, answer in asked])})
             console.print(rows[-1])
-    return iter(rows)
+    return rows
 
 
 def _told(answers: Sequence[Completion], wanted: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, metavar="N", help="prompts, with eight values each")
     parser.add_argument("--quick", action="store_true", help="eight prompts; writes no file")
     args = parser.parse_args()
-    rows = list(asyncio.run(found(trained(), 8 if args.quick else args.requests)))
+    rows = asyncio.run(found(trained(), 8 if args.quick else args.requests))
     if not args.quick:
         prompt_tokens = CONTEXT + 2 * KEYS + BETWEEN + 3
         head = about() | {"prompt_tokens": prompt_tokens, "page_size": PAGE_SIZE, "requests": args.requests}

@@ -177,9 +177,9 @@ class DecodeRole:
         if self._drafts is None:
             batch = self.policy.next_batch()
         else:
-            running = [self.requests[each.request_id] for each in self.policy.running if not each.num_beams]
-            running = [request for request in running if request.kept is None]
-            batch = self.policy.next_batch(self._drafts.wanted(running))
+            running = [self.requests[each.request_id] for each in self.policy.running]
+            guessed = [request for request in running if not request.num_beams and request.kept is None]
+            batch = self.policy.next_batch(self._drafts.wanted(guessed))
             self._drafts.begin(batch)
         self._announce(batch)
         if not batch.entries:

@@ -15,6 +15,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+POLICY_KEYS = ("window_tokens", "sink_tokens", "heavy_tokens")  # of a KvPolicy; elsewhere kv_window_tokens and so on
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPages:

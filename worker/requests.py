@@ -120,13 +120,9 @@ def kept_of(state: pb.RequestState, page_size: int) -> KeptPages | None:
     policy = state.kv_policy
     if not policy.window_tokens or (policy.heavy_tokens and not state.output_ids and not state.heavy_pages):
         return None
-    return kept_pages(state, state.heavy_pages, page_size)
-
-
-def kept_pages(state: pb.RequestState, heavy: Sequence[int], page_size: int) -> KeptPages:
-    policy, prompt_len = state.kv_policy, len(state.prompt_ids)
+    prompt_len = len(state.prompt_ids)
     sinks = range(pages_for(min(policy.sink_tokens, prompt_len), page_size))
-    pages = tuple(sorted({*sinks, *heavy}))
+    pages = tuple(sorted({*sinks, *state.heavy_pages}))
     window = max(LEAST_WINDOW, policy.window_tokens)
     return KeptPages(pages=pages, window=window, prompt_len=prompt_len, page_size=page_size)
 

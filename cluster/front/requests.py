@@ -21,6 +21,7 @@ from cluster.front.structured import check_form
 from cluster.front.tokenizer import TextCodec
 from cluster.front.trace_context import TRACE
 from cluster.router.live.requests import NewRequest, RequestFailed
+from engine.kept import POLICY_KEYS
 from engine.types import SEED_BITS, InvalidRequest, SamplingParams, check_counts
 from kvrelay.v1 import generate_pb2
 from worker.convert import sampling_from_proto, sampling_to_proto
@@ -188,7 +189,7 @@ def _pair(prefill: str, decode: str, caller: str) -> tuple[str, str] | None:
 
 def _kv_policy(given: generate_pb2.KvPolicy) -> generate_pb2.KvPolicy | None:
     """None where all is kept."""
-    for key in ("window_tokens", "sink_tokens", "heavy_tokens"):
+    for key in POLICY_KEYS:
         tokens = getattr(given, key)
         if tokens < 0:
             raise InvalidRequest(f"kv_policy.{key} is {tokens}; give 0 or more")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from engine.kept import POLICY_KEYS
 from engine.knobs import check, knob
 
 
@@ -82,7 +83,4 @@ class RouterOptions:
     @property
     def kept_tokens(self) -> dict[str, int]:
         """Fields of a KvPolicy; none: all KV is kept."""
-        if not self.kv_window_tokens:
-            return {}
-        kept = {"sink_tokens": self.kv_sink_tokens, "heavy_tokens": self.kv_heavy_tokens}
-        return {"window_tokens": self.kv_window_tokens, **kept}
+        return {key: getattr(self, f"kv_{key}") for key in POLICY_KEYS} if self.kv_window_tokens else {}

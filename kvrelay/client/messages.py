@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from engine.kept import POLICY_KEYS
 from engine.types import FinishReason, TokenLogprob
 from kvrelay.client.types import (
     Choice,
@@ -33,14 +34,10 @@ from kvrelay.client.types import (
     WorkerState,
 )
 from kvrelay.v1 import cluster_pb2, generate_pb2
+from worker.convert import EARLY_STOPPING_TO_PROTO
 
 _REPEATED = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _BEAMS = ("num_beams", "length_penalty", "early_stopping")
-_EARLY_STOPPING: dict[Any, int] = {
-    False: generate_pb2.EARLY_STOPPING_UNSPECIFIED,
-    True: generate_pb2.EARLY_STOPPING_TRUE,
-    "never": generate_pb2.EARLY_STOPPING_NEVER,
-}
 _FORMS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
@@ -53,7 +50,7 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     for key in ("slo_ttft_ms", "slo_tpot_ms"):
         _set(request, key, values.pop(key, 0.0))
     _set(request, "priority", values.pop("priority", 0))
-    for key in ("window_tokens", "sink_tokens", "heavy_tokens"):
+    for key in POLICY_KEYS:
         if (tokens := values.pop(f"kv_{key}", None)) is not None:
             request.kv_policy.SetInParent()
             _set(request.kv_policy, key, tokens)
@@ -103,8 +100,8 @@ def _set_beams(search: generate_pb2.BeamSearch, key: str, value: Any) -> None:
     search.SetInParent()
     if key != "early_stopping":
         _set(search, key, value)
-    elif value in _EARLY_STOPPING:
-        _set(search, key, _EARLY_STOPPING[value])
+    elif value in EARLY_STOPPING_TO_PROTO:
+        _set(search, key, EARLY_STOPPING_TO_PROTO[value])
     else:
         raise KvrelayError("INVALID_ARGUMENT", f'{key} is {value!r}; give True, False or "never"')
 

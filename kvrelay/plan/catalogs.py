@@ -55,9 +55,7 @@ def guesses_of(request: PlanRequest) -> Guesses | None:
     num_tokens, chance, model = request.num_speculative_tokens, request.acceptance_rate, request.speculative_model
     if num_tokens is None or chance is None:
         return None
-    if model is None:
-        return Guesses(num_tokens=num_tokens, acceptance=chance)
-    return guesses_by(model, num_tokens, chance, _shape(request))
+    return guesses_by(model or "", num_tokens, chance, _shape(request) if model else None)
 
 
 def _shape(request: PlanRequest) -> ModelShape:

@@ -57,12 +57,7 @@ def guesses_of(pool: PoolSpec, shape: ModelShape | None, acceptance: float | Non
     num_tokens = num_guesses(pool)
     if not num_tokens or acceptance is None:
         return None
-    model = pool.options(DecodeOptions).speculative_model
-    if model and shape is None:
-        raise PlanError(f"speculative_model is {model!r}, and the model beside it is not known; give --model")
-    if shape is None:
-        return Guesses(num_tokens=num_tokens, acceptance=acceptance)
-    return guesses_by(model, num_tokens, acceptance, shape)
+    return guesses_by(pool.options(DecodeOptions).speculative_model, num_tokens, acceptance, shape)
 
 
 class WorkerSource(Protocol):
@@ -105,13 +100,11 @@ class RooflineWorkers:
         offer = catalog.offer(degrees_of(pool), within_node=self.is_one_node(spec))
         if isinstance(offer, str):
             raise PlanError(f"pools[{index}] ({pool.label}): {offer}")
-        pages = offer.num_pages
-        if catalog.guesses is not None:
-            pages = offer.speculative_pages
         if catalog.guesses is not None and offer.speculation is None:
             raise PlanError(
                 f"pools[{index}].speculative_model leaves no room for KV on {self.hardware.name}; give a smaller one"
             )
+        pages = offer.num_pages if catalog.guesses is None else offer.speculative_pages
         if isinstance(pool.kv_memory, int):
             pages = self._asked_pages(catalog, spec, index, pages)
         return WorkerModel(

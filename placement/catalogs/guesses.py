@@ -85,10 +85,14 @@ def _multiplied(shape: ModelShape) -> int:
     return shape.active_params + shape.head_params
 
 
-def guesses_by(model: str, num_tokens: int, acceptance: float, target: ModelShape) -> Guesses:
+def guesses_by(model: str, num_tokens: int, acceptance: float, target: ModelShape | None) -> Guesses:
     """`model` empty: prompt lookup; else a draft model for `target`, as it is served, or a directory of heads. Raises
     PlanError."""
-    draft = (_heads(Path(model).expanduser(), target) or _draft(model, target)) if model else None
+    if model and target is None:
+        raise PlanError(f"speculative_model is {model!r}, and the model beside it is not known; give --model")
+    draft = None
+    if model and target is not None:
+        draft = _heads(Path(model).expanduser(), target) or _draft(model, target)
     return Guesses(num_tokens=num_tokens, acceptance=acceptance, draft=draft)
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engine.kept import POLICY_KEYS
 from engine.types import MAX_N, InvalidRequest, SamplingParams
 from kvrelay.v1 import generate_pb2
 from worker.convert import EARLY_STOPPING_TO_PROTO
@@ -179,8 +180,7 @@ class Sampled(BaseModel):
         )
 
     def _kv_policy(self) -> generate_pb2.KvPolicy | None:
-        keys = ("window_tokens", "sink_tokens", "heavy_tokens")
-        given = {key: tokens for key in keys if (tokens := getattr(self, f"kv_{key}")) is not None}
+        given = {key: tokens for key in POLICY_KEYS if (tokens := getattr(self, f"kv_{key}")) is not None}
         return generate_pb2.KvPolicy(**given) if given else None
 
     def _sampling(self) -> generate_pb2.SamplingParams:
