@@ -12,6 +12,18 @@ settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
 
 
+OPTIONS_OF_PLUGINS = {"asyncio_mode": "asyncio", "asyncio_default_fixture_loop_scope": "asyncio", "timeout": "timeout"}
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Where a plugin is missing, as on a machine without a network, its options are no mistake of pyproject.toml's.
+
+    Tests that need it fail there, each with a sentence; --strict-config would stop all the others, too."""
+    for name, plugin in OPTIONS_OF_PLUGINS.items():
+        if not pluginmanager.hasplugin(plugin):
+            parser.addini(name, f"an option of pytest-{plugin}, which is not installed")
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With `-m unit`, a module that has no such mark is not imported to learn that: torch and Ray take ten seconds."""
     word = config.option.markexpr
