@@ -35,10 +35,11 @@ def about() -> dict[str, Any]:
     """When, which commit, on what: the head of each result."""
     import torch
 
+    changes = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "--short", "HEAD"),
-        "has_uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit(),
+        "has_uncommitted_changes": None if changes is None else bool(changes),
         "machine": {
             "cpu": _cpu_name(),
             "cores": len(os.sched_getaffinity(0)),
@@ -80,9 +81,18 @@ def end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _git(*args: str) -> str:
-    done = subprocess.run(["git", *args], cwd=REPO, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+def commit() -> str | None:
+    """Of this checkout; None for a copy without its history, or where there is no git."""
+    return _git("rev-parse", "--short", "HEAD")
+
+
+def _git(*args: str) -> str | None:
+    """What it says, which may be nothing; None where it cannot say."""
+    try:
+        done = subprocess.run(["git", *args], cwd=REPO, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_name() -> str:

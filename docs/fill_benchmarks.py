@@ -93,7 +93,7 @@ def folded(summary: str, *parts: str) -> str:
 def heading(result: Mapping[str, Any]) -> str:
     machine = result.get("machine", {})
     parts = [f"{machine['cores']} cores of {machine['cpu']}"] if machine else []
-    parts += [f"commit {result['commit']}"] if "commit" in result else []
+    parts += [f"commit {result['commit']}"] if result.get("commit") else []
     if result.get("has_uncommitted_changes"):
         parts[-1] += " with changes"
     return f"*{', '.join(parts) or 'Measured'}.*"
@@ -1211,6 +1211,12 @@ def gpu_engine(result: Mapping[str, Any]) -> str:
     return table(columns, [[row[key] for key in columns] for row in result["summary"]])
 
 
+def gpu_peers(result: Mapping[str, Any]) -> str:
+    return table(
+        ("transformers", "", "ms"), [[r["peer"], f"{r['kind']} {r['size']}", f"{r['ms']:.1f}"] for r in result["rows"]]
+    )
+
+
 def gpu_transports(result: Mapping[str, Any]) -> str:
     columns = ("devices", "transport", "prompt_tokens", "pages", "gbytes_per_s", "share_of_plain_copy")
     rows = [[cell(row[key]) for key in columns] for row in result["bytes"]]
@@ -1273,6 +1279,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "gpu_engine": gpu_engine,
     "gpu_env": gpu_env,
     "gpu_one_gpu": gpu_one_gpu,
+    "gpu_peers": gpu_peers,
     "gpu_transports": gpu_transports,
     "guards": guards,
     "hybrids": hybrids,

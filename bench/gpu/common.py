@@ -1,7 +1,7 @@
-"""What the GPU benchmarks share: the machine, the model, where results go, and workers as plain processes (no Ray).
+"""What the GPU benchmarks share: the machine, where results go, and workers as plain processes (no Ray).
 
 `--rehearse` runs every part on the CPU with tiny sizes: it proves the programs, and its figures mean nothing. Results
-go to bench/results/gpu_*.json on a GPU only; a rehearsal writes into the folder that it is given.
+go to the folder that is given, else to bench/results/gpu_*.json; a rehearsal's never do.
 """
 
 from __future__ import annotations
@@ -28,27 +28,6 @@ from bench import common
 LOAD_TIMEOUT_S = 300.0
 HOST, SECRET = "127.0.0.1", "bench"
 
-# As Llama 3.1 8B, but for the vocabulary's tokenizer: requests are token ids.
-LLAMA_8B = {
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-LLAMA_1B = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-SHAPES = {"8b": LLAMA_8B, "1b": LLAMA_1B}
-MAX_POSITIONS = 16384
-SHARD_BYTES = 4 << 30
-
 
 class WrongResult(Exception):
     """What was measured is not what it must be: the check fails."""
@@ -57,7 +36,7 @@ class WrongResult(Exception):
 def parser(about: str | None) -> argparse.ArgumentParser:
     parsed = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parsed.add_argument("--rehearse", action="store_true", help="on the CPU, tiny: the figures mean nothing")
-    parsed.add_argument("--out", type=Path, default=None, help="folder of a rehearsal's results")
+    parsed.add_argument("--out", type=Path, default=None, help="folder of the results; default: bench/results")
     parsed.add_argument("--model", default=None, help="8b, 1b, tiny, or a directory; default: 8b, tiny in a rehearsal")
     return parsed
 
@@ -84,8 +63,16 @@ def about(rehearse: bool) -> dict[str, Any]:
     return head
 
 
+def said(row: dict[str, Any]) -> dict[str, Any]:
+    """The row; a run that is ended before its end has told what it had measured."""
+    print(
+        ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+    )
+    return row
+
+
 def save(name: str, result: Mapping[str, Any], rehearse: bool, out: Path | None) -> Path:
-    """bench/results/gpu_NAME.json, or OUT/gpu_NAME.json in a rehearsal."""
+    """OUT/gpu_NAME.json; without one bench/results/gpu_NAME.json, or a temporary folder in a rehearsal."""
     if not rehearse and out is None:
         return common.save(f"gpu_{name}", result)
     folder = out or Path(os.environ.get("TMPDIR", "/tmp")) / "kvrelay-rehearsal"
@@ -93,75 +80,6 @@ def save(name: str, result: Mapping[str, Any], rehearse: bool, out: Path | None)
     path = folder / f"gpu_{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
-
-
-# --- the model ---
-
-
-def model_dir(name: str | None, rehearse: bool) -> str:
-    """A directory with random weights, made once in .bench/."""
-    chosen = name or ("tiny" if rehearse else "8b")
-    if chosen in SHAPES:
-        return str(make_llama(chosen, device_of(rehearse)))
-    return str(common.demo_model(chosen)) if chosen in ("tiny", "125m") else chosen
-
-
-def make_llama(size: str, device: str) -> Path:
-    """Drawn where it is quick, with the spread that kvrelay's demo models have, in shards."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    directory = common.MODELS / f"random-llama-{size}"
-    if (directory / "model.safetensors.index.json").exists():
-        return directory
-    directory.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(
-        **SHAPES[size],
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-    )
-    config.save_pretrained(directory)
-    with torch.device("meta"):
-        shapes = {name: weight.shape for name, weight in LlamaForCausalLM(config).named_parameters()}
-    _write_shards(directory, shapes, device)
-    return directory
-
-
-def _write_shards(directory: Path, shapes: Mapping[str, torch.Size], device: str) -> None:
-    from safetensors.torch import save_file
-
-    generator = torch.Generator(device).manual_seed(0)
-    index: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-    for name, shape in sorted(shapes.items()):
-        shard[name] = _random_weight(name, shape, generator, device)
-        if sum(weight.nbytes for weight in shard.values()) > SHARD_BYTES:
-            _flush(directory, shard, index, save_file)
-    _flush(directory, shard, index, save_file)
-    total = sum(shape.numel() * 2 for shape in shapes.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
-    (directory / "model.safetensors.index.json").write_text(text)  # last: with it the model is there
-
-
-def _flush(directory: Path, shard: dict[str, torch.Tensor], index: dict[str, str], save_file: Any) -> None:
-    if shard:
-        file = f"model-{len(set(index.values())):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        index.update(dict.fromkeys(shard, file))
-        shard.clear()
-
-
-def _random_weight(name: str, shape: torch.Size, generator: torch.Generator, device: str) -> torch.Tensor:
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
-    spread = 1.0 if "embed_tokens" in name else gain / shape[1] ** 0.5
-    weight = torch.empty(shape, dtype=torch.float32, device=device).normal_(0.0, spread, generator=generator)
-    return weight.to(torch.bfloat16).cpu()
 
 
 # --- workers as processes ---

@@ -1,11 +1,11 @@
-"""How near the engine is to what the GPU can do, beside transformers on the same GPU.
+"""How near the engine is to what the GPU can do; bench/gpu/peers.py measures transformers at the same.
 
-    python -m bench.gpu.engine [--rehearse | --device cpu --tiny] [--model 8b|1b|tiny|DIR] [--no-peers] [--kv fp8_e4m3]
+    python -m bench.gpu.engine [--rehearse] [--model 8b|1b|tiny|DIR] [--kv fp8_e4m3]
 
     decode    batch 1, 32 and 128 at a context of 1k: time of a step, against the bytes it must read over the measured
               bandwidth. Steps are begun before the last one's tokens are known, as a decode worker does.
     prefill   2k and 8k tokens: against the multiplications over the measured matmul rate
-    idle      of the GPU between decode steps at batch 32, from a profiler's trace
+    idle      of the GPU at decode batch 32, from a profiler's trace: within steps, and between them (bench/gpu/idle.py)
     host      what `begin` takes of the host's time: the most a step may be shortened before the GPU waits
 
 Random weights: the time is the same, the tokens mean nothing. The parity check at load says whether they are right.
@@ -13,11 +13,9 @@ Random weights: the time is the same, the tokens mean nothing. The parity check 
 
 from __future__ import annotations
 
-import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,8 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu import common as gpu_common
+from bench.gpu import weights
+from bench.gpu.common import said
 from bench.gpu.floor import Ceilings, Work, ceilings
-from bench.gpu.peers import peers
+from bench.gpu.idle import Idle, Stretch, idle_of, steps_of
 from engine.engine import Engine
 from engine.gpu.steps import GpuSteps
 from engine.options import EngineOptions
@@ -36,7 +36,6 @@ from engine.types import PENDING, Chunk, SampleSpec, SamplingParams, Step
 WANTED_DECODE, WANTED_PREFILL, WANTED_IDLE = 0.65, 0.60, 0.05
 GREEDY = SamplingParams(temperature=0.0)
 CHUNK_TOKENS = 8192  # of a step that fills contexts
-PEER_S = 40.0  # for all that transformers is measured at
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +151,8 @@ def measure_prefill(engine: Engine, tokens: int, page_size: int, work: Work, top
     }
 
 
-def idle_share(engine: Engine, sizes: Sizes) -> float | None:
-    """Of the time between the first and the last kernel of some decode steps; None where there is no GPU to be idle."""
+def measure_idle(engine: Engine, sizes: Sizes) -> Idle | None:
+    """None where there is no GPU to be idle."""
     if engine.device.type != "cuda":
         return None
     from torch._C._autograd import DeviceType
@@ -165,55 +164,12 @@ def idle_share(engine: Engine, sizes: Sizes) -> float | None:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         driver.run(min(20, sizes.steps))
         torch.cuda.synchronize()
-    busy = sorted(
-        (event.time_range.start, event.time_range.end)
+    work = [
+        Stretch(event.time_range.start, event.time_range.end, event.name)
         for event in trace.events()
         if event.device_type == DeviceType.CUDA
-    )
-    return idle_of(busy)
-
-
-def idle_of(intervals: list[tuple[float, float]]) -> float | None:
-    """The share of the whole span that no interval covers; they come in order of their starts."""
-    if not intervals:
-        return None
-    covered, reached = 0.0, intervals[0][0]
-    for start, end in intervals:
-        covered += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return 1.0 - covered / (reached - intervals[0][0])
-
-
-def measure_peers(
-    model_dir: str, device: torch.device, sizes: Sizes, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16, device_map={"": device})
-    generator = torch.Generator().manual_seed(0)
-    vocab = model.config.get_text_config().vocab_size
-
-    def prompts(count: int, tokens: int) -> list[list[int]]:
-        drawn: list[list[int]] = torch.randint(3, vocab, (count, tokens), generator=generator).tolist()
-        return drawn
-
-    rows: list[dict[str, Any]] = []
-    deadline = time.monotonic() + PEER_S
-    for peer in peers(model, device):
-        for kind, size in [("decode", b) for b in sizes.batches] + [("prefill", t) for t in sizes.prompts]:
-            if time.monotonic() > deadline:
-                say(f"{peer.name} is not measured at {kind} {size}: the time for it is over")
-                continue
-            try:
-                if kind == "decode":
-                    took_s = peer.decode_s(prompts(size, sizes.context), min(8, sizes.steps))
-                else:
-                    took_s = peer.prefill_s(prompts(1, size))
-            except Exception as error:  # another project's code on a machine of its own: said, and gone on
-                say(f"{peer.name} cannot {kind} {size}: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
-                continue
-            rows.append({"peer": peer.name, "kind": kind, "size": size, "ms": took_s * 1e3})
-    return rows
+    ]
+    return idle_of(steps_of(work))
 
 
 def summary(result: dict[str, Any]) -> list[dict[str, str]]:
@@ -233,46 +189,36 @@ def summary(result: dict[str, Any]) -> list[dict[str, str]]:
         }
         for row in result["prefill"]
     ]
-    idle = result["idle_share"]
-    if idle is not None:
-        rows.append({"what": "GPU idle between decode steps", "found": f"{idle:.1%}", "wanted": f"{WANTED_IDLE:.0%}"})
+    if idle := result["idle"]:
+        found = f"{idle['within_steps']:.1%} within steps, {idle['between_steps']:.1%} between them"
+        rows.append({"what": "GPU idle in decode", "found": found, "wanted": f"{WANTED_IDLE:.0%} in all"})
     return rows
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    by_peer = {(row["peer"], row["kind"], row["size"]): row["ms"] for row in result["peers"]}
-    names = list(dict.fromkeys(row["peer"] for row in result["peers"]))
-    table = Table("", "ms", "floor ms", "share", "host ms", *(f"{name} ms" for name in names))
-
-    def others(kind: str, size: int) -> list[str]:
-        found = (by_peer.get((name, kind, size)) for name in names)
-        return ["-" if ms is None else f"{ms:.1f}" for ms in found]
-
+    table = Table("", "ms", "floor ms", "share", "host ms")
     for row in result["decode"]:
         cells = (f"{row['step_ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['share_of_floor']:.0%}")
-        table.add_row(f"decode {row['batch']}", *cells, f"{row['host_ms']:.2f}", *others("decode", row["batch"]))
+        table.add_row(f"decode {row['batch']}", *cells, f"{row['host_ms']:.2f}")
     for row in result["prefill"]:
         cells = (f"{row['ms']:.1f}", f"{row['floor_ms']:.1f}", f"{row['share_of_matmul_rate']:.0%}")
-        table.add_row(f"prefill {row['tokens']}", *cells, "", *others("prefill", row["tokens"]))
+        table.add_row(f"prefill {row['tokens']}", *cells, "")
     console.print(table)
     top = result["ceilings"]
     console.print(f"measured: {top['bandwidth'] / 1e12:.3g} TB/s copy, {top['matmul'] / 1e12:.4g} TFLOP/s bfloat16")
-    if result["idle_share"] is not None:
-        console.print(f"GPU idle between decode steps: {result['idle_share']:.1%}")
+    for row in result["summary"][len(result["decode"]) + len(result["prefill"]) :]:
+        console.print(f"{row['what']}: {row['found']}")
 
 
 def main() -> None:
     parser = gpu_common.parser(__doc__)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: as --rehearse")
-    parser.add_argument("--tiny", action="store_true", help="as --rehearse")
-    parser.add_argument("--no-peers", action="store_true", help="leave transformers out")
     parser.add_argument("--kv", default="auto", choices=["auto", "fp8_e4m3"], help="dtype of the KV pages")
     arguments = parser.parse_args()
-    rehearse = arguments.rehearse or arguments.tiny or arguments.device == "cpu"
+    rehearse = arguments.rehearse
     gpu_common.check_device(rehearse)
     console, sizes = Console(), TINY if rehearse else Sizes()
     device = torch.device(gpu_common.device_of(rehearse))
-    directory = gpu_common.model_dir(arguments.model, rehearse)
+    directory = weights.model_dir(arguments.model, rehearse)
     options = gpu_common.engine_options(
         directory, rehearse, num_pages=sizes.num_pages, page_size=sizes.page_size, kv_dtype=arguments.kv
     )
@@ -282,7 +228,7 @@ def main() -> None:
     if not rehearse and (reason := what_is_missing(engine)):
         sys.exit(f"WRONG: {reason}")
     top = ceilings(device, is_small=rehearse)
-    work = Work.of(engine, engine.model.module.config)
+    work, idle = Work.of(engine, engine.model.module.config), measure_idle(engine, sizes)
     result: dict[str, Any] = gpu_common.about(rehearse) | {
         "model": engine.info.name,
         "kv_dtype": engine.layout.dtype,
@@ -290,13 +236,10 @@ def main() -> None:
         "kernels": [str(kernels) for kernels in getattr(engine.backend, "kernels", {}).values()],
         "load_s": round(load_s, 1),
         "ceilings": asdict(top),
-        "decode": [measure_decode(engine, sizes, batch, work, top) for batch in sizes.batches],
-        "prefill": [measure_prefill(engine, tokens, sizes.page_size, work, top) for tokens in sizes.prompts],
-        "idle_share": idle_share(engine, sizes),
+        "decode": [said(measure_decode(engine, sizes, batch, work, top)) for batch in sizes.batches],
+        "prefill": [said(measure_prefill(engine, tokens, sizes.page_size, work, top)) for tokens in sizes.prompts],
+        "idle": asdict(idle) if idle else None,
     }
-    del engine
-    gc.collect()
-    result["peers"] = [] if arguments.no_peers else measure_peers(directory, device, sizes, console.print)
     result["summary"] = summary(result)
     show(console, result)
     console.print(f"written to {gpu_common.save('engine', result, rehearse, arguments.out)}")

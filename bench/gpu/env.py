@@ -1,7 +1,4 @@
-"""What this machine has for kvrelay on GPUs: `python -m bench.gpu.env [--rehearse]`. Fails where nothing can run.
-
-It also writes the model with random weights that the other programs load, if it is not there yet.
-"""
+"""What this machine has for kvrelay on GPUs: `python -m bench.gpu.env [--rehearse]`. Fails where nothing can run."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ def main() -> None:
         shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         print(f"{key}: {shown}")
     print("NCCL settings: " + (", ".join(k for k in os.environ if k.startswith("NCCL_")) or "none"))
-    print(f"model: {gpu_common.model_dir(arguments.model, arguments.rehearse)}")
     gpu_common.save("env", gpu_common.about(arguments.rehearse) | found, arguments.rehearse, arguments.out)
 
 

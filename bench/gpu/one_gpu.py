@@ -24,6 +24,7 @@ from rich.table import Table
 
 from bench.colocated import Arrival, Colocated
 from bench.gpu import common as gpu_common
+from bench.gpu import weights
 from bench.gpu.cluster import workers
 from bench.gpu.common import WrongResult, engine_options, processes
 from kvrelay.bench import load
@@ -135,7 +136,7 @@ def show(result: dict[str, Any]) -> None:
 def main() -> None:
     arguments = gpu_common.parser(__doc__).parse_args()
     gpu_common.check_device(arguments.rehearse)
-    model = gpu_common.model_dir(arguments.model, arguments.rehearse)
+    model = weights.model_dir(arguments.model, arguments.rehearse)
     try:
         result = bench(model, arguments.rehearse)
     except (WrongResult, KvrelayError) as error:

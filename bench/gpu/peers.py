@@ -1,4 +1,7 @@
-"""transformers on the same GPU: `generate`, and its continuous batching. What it cannot run is told, not hidden."""
+"""transformers at what bench/gpu/engine.py measures the engine at, on the same GPU: `python -m bench.gpu.peers`.
+
+`generate`, and its continuous batching. What it cannot run is told, not hidden.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ from typing import Any
 
 import torch
 
+from bench.gpu import common as gpu_common
+from bench.gpu import weights
+from bench.gpu.engine import TINY, Sizes
+
+MEASURED_S = 40.0  # for all of it; what is left then is told
 Prompts = Sequence[Sequence[int]]
 
 
@@ -31,7 +39,10 @@ class Peer:
 
 
 def peers(model: Any, device: torch.device) -> list[Peer]:
-    return [Peer("generate", _generate(model, device)), Peer("continuous batching", _batching(model, device))]
+    generate = Peer("generate", _generate(model, device))
+    if device.type != "cuda":  # its pages would take all memory that is free, others' too
+        return [generate]
+    return [generate, Peer("continuous batching", _batching(model, device))]
 
 
 def _timed(device: torch.device, run: Callable[[], object]) -> float:
@@ -81,3 +92,48 @@ def _batching(model: Any, device: torch.device) -> Callable[[Prompts, int], floa
         )
 
     return run
+
+
+def measure(model_dir: str, device: torch.device, sizes: Sizes) -> list[dict[str, Any]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16, device_map={"": device})
+    generator = torch.Generator().manual_seed(0)
+    vocab = model.config.get_text_config().vocab_size
+
+    def prompts(count: int, tokens: int) -> list[list[int]]:
+        drawn: list[list[int]] = torch.randint(3, vocab, (count, tokens), generator=generator).tolist()
+        return drawn
+
+    rows: list[dict[str, Any]] = []
+    deadline = time.monotonic() + MEASURED_S
+    for peer in peers(model, device):
+        for kind, size in [("decode", b) for b in sizes.batches] + [("prefill", t) for t in sizes.prompts]:
+            if time.monotonic() > deadline:
+                print(f"{peer.name} is not measured at {kind} {size}: the time for it is over")
+                continue
+            try:
+                if kind == "decode":
+                    took_s = peer.decode_s(prompts(size, sizes.context), min(8, sizes.steps))
+                else:
+                    took_s = peer.prefill_s(prompts(1, size))
+            except Exception as error:  # another project's code on a machine of its own: said, and gone on
+                why = " ".join(str(error).split())[:120]
+                print(f"{peer.name} cannot {kind} {size}: {type(error).__name__}: {why}")
+                continue
+            rows.append(gpu_common.said({"peer": peer.name, "kind": kind, "size": size, "ms": took_s * 1e3}))
+    return rows
+
+
+def main() -> None:
+    arguments = gpu_common.parser(__doc__).parse_args()
+    rehearse = arguments.rehearse
+    gpu_common.check_device(rehearse)
+    directory = weights.model_dir(arguments.model, rehearse)
+    rows = measure(directory, torch.device(gpu_common.device_of(rehearse)), TINY if rehearse else Sizes())
+    result = gpu_common.about(rehearse) | {"model": directory.rpartition("/")[2], "rows": rows}
+    print(gpu_common.save("peers", result, rehearse, arguments.out))
+
+
+if __name__ == "__main__":
+    main()

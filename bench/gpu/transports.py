@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu import common as gpu_common
-from bench.gpu.common import WrongResult
+from bench.gpu.common import WrongResult, said
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, SendEnd, TransferError, Wire
@@ -216,17 +216,19 @@ def measure(
                 raise WrongResult(f"{name} brought other bytes than were sent: {num_tokens} tokens, {order} pages")
             took_s = statistics.median(times)
             rows.append(
-                {
-                    "transport": name,
-                    "prompt_tokens": num_tokens,
-                    "pages": order,
-                    "mbytes": round(nbytes / 1e6, 1),
-                    "segments": len(segments),
-                    "gbytes_per_s": nbytes / 1e9 / took_s,
-                    "best_gbytes_per_s": nbytes / 1e9 / min(times),
-                    "plain_copy_gbytes_per_s": nbytes / 1e9 / copy_s,
-                    "share_of_plain_copy": copy_s / took_s,
-                }
+                said(
+                    {
+                        "transport": name,
+                        "prompt_tokens": num_tokens,
+                        "pages": order,
+                        "mbytes": round(nbytes / 1e6, 1),
+                        "segments": len(segments),
+                        "gbytes_per_s": nbytes / 1e9 / took_s,
+                        "best_gbytes_per_s": nbytes / 1e9 / min(times),
+                        "plain_copy_gbytes_per_s": nbytes / 1e9 / copy_s,
+                        "share_of_plain_copy": copy_s / took_s,
+                    }
+                )
             )
     other.close()
     return rows

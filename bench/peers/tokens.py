@@ -19,14 +19,13 @@ TIE_NATS = 0.5
 
 
 def checked(peers: Mapping[str, Server], model: Path) -> dict[str, dict[str, Any]]:
-    """Of each server: how many answers are equal, and whether what first differs in others is a tie to our engine."""
+    """Of each server: how many answers are our engine's likeliest tokens throughout, and whether the others tie."""
     wanted = asks(REQUESTS, VOCAB, LONGEST, rehearse=True)
-    pages = sum(pages_for(len(ask.prompt) + ask.new_tokens, PAGE_SIZE) for ask in wanted)
-    reference = Reference(str(model), rehearse=True, pages=pages)
-    ours = reference.tokens(wanted)
+    pages = max(pages_for(len(ask.prompt) + ask.new_tokens, PAGE_SIZE) for ask in wanted)
+    reference = Reference.load(str(model), rehearse=True, pages=pages)
     found = {}
     for name, peer in peers.items():
         with peer.awake():
             theirs = peer.tokens((0.0, ask.prompt, ask.new_tokens) for ask in wanted)
-        found[name] = compare(wanted, theirs, ours, reference, TIE_NATS)
+        found[name] = compare(wanted, theirs, reference, TIE_NATS)
     return found
