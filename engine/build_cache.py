@@ -11,7 +11,8 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -35,13 +36,20 @@ def cache_folder() -> Path:
     return path
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time, by a file beside `path`."""
+    with open(path.with_name(f"{path.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def built_once(path: Path, build: Callable[[Path], None]) -> Path:
     """`path`, which `build` has made at the place it is given, now or earlier. What `build` raises is raised here, and
     nothing stays of what it began."""
     if path.exists():
         return path
-    with open(path.with_name(f"{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path):
         if path.exists():
             return path
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")

@@ -17,6 +17,7 @@ import torch
 from engine.options import check_device_name
 
 AOT_FOLDER = Path("data") / "aot"  # of FlashInfer: modules built beforehand
+AOT_SETTING = "KVRELAY_FLASHINFER_AOT"  # the environment's: another folder of them
 
 
 def resolve(name: str) -> torch.device:
@@ -63,7 +64,7 @@ def why_no_flashinfer(device: torch.device) -> str:
             "FlashInfer compiles its kernels with ninja, and there is none on PATH or beside this Python; install "
             "ninja, or the package flashinfer-jit-cache"
         )
-    if _nvcc() is None and not _has_prebuilt():
+    if nvcc() is None and not _has_prebuilt():
         return (
             "FlashInfer compiles its kernels with nvcc, and there is none (looked for $CUDA_HOME/bin/nvcc and nvcc on "
             "PATH); install the CUDA toolkit, or the package flashinfer-jit-cache"
@@ -83,7 +84,7 @@ def ninja_is_found() -> bool:
     return True
 
 
-def _nvcc() -> str | None:
+def nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     beside = Path(home) / "bin" / "nvcc"
     return str(beside) if beside.is_file() else shutil.which("nvcc")
@@ -93,5 +94,8 @@ def _has_prebuilt() -> bool:
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
         return True
     spec = importlib.util.find_spec("flashinfer")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return any(any((Path(folder) / AOT_FOLDER).glob("*/*.so")) for folder in folders)
+    packages = list(spec.submodule_search_locations or ()) if spec is not None else []
+    folders = [Path(package) / AOT_FOLDER for package in packages]
+    if named := os.environ.get(AOT_SETTING):
+        folders.append(Path(named))
+    return any(any(folder.glob("*/*.so")) for folder in folders)

@@ -47,6 +47,11 @@ class PageTables:
         """Whether every sequence has exactly one row."""
         return self.num_rows == self.num_sequences and bool((self.qo_indptr.diff() == 1).all())
 
+    @cached_property
+    def longest(self) -> int:
+        """Keys of the longest sequence."""
+        return int(self.kv_lens.max())
+
     def on_device(self, name: str) -> torch.Tensor:
         """The copy that kernels read."""
         assert self.device is not None, "the tables were not placed on the device"

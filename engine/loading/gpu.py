@@ -14,6 +14,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.flashinfer import choice as flashinfer_choice
 from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.shapes import HALF, Shape, distinct, why_not
+from engine.attention.flashinfer.timing import Limits, Stopwatch
 from engine.attention.probe import LayerProbe, Probe
 from engine.attention.registry import make_backend
 from engine.fused.gpu import FlashInferKernels, TorchKernels
@@ -45,7 +46,7 @@ class GpuPlatform:
     def prepare(
         self, module: PreTrainedModel, probe: Probe, options: EngineOptions, served: ServedConfig
     ) -> PagedModel:
-        backend = self.attention_backend(options, probe)
+        backend = self.attention_backend(options, probe, served.max_len)
         count = fuse(module, probe.layer_of, self.fused_kernels(backend, served.dtype), served.max_len)
         logger.info("%d modules of %s run fused", count, type(module).__name__)
         return PagedModel(
@@ -57,7 +58,7 @@ class GpuPlatform:
             place=partial(on_device, device=self.device, with_tables=backend.name == "flashinfer"),
         )
 
-    def attention_backend(self, options: EngineOptions, probe: Probe) -> AttentionBackend:
+    def attention_backend(self, options: EngineOptions, probe: Probe, max_len: int) -> AttentionBackend:
         """As asked for; `auto` is FlashInfer where it can serve every layer. Raises ValueError with a sentence."""
         if options.kv_dtype == "int8":
             raise ValueError("kv_dtype is 'int8', which is for CPUs; give fp8_e4m3 or auto")
@@ -67,21 +68,15 @@ class GpuPlatform:
             return backend
         if not probe.attentions:
             return make_backend("torch", kv_dtype, self.device)
-        for number, layer in enumerate(probe.layers):
-            if not isinstance(layer, LayerProbe):
-                continue
-            reason = why_not(layer.num_heads, layer.kv.kv_heads, layer.kv.k_dim, layer.kv.v_dim, layer.dtype, kv_dtype)
-            if layer.chunk:
-                reason = "it attends in chunks, which FlashInfer does not know"
-            if layer.has_slopes:
-                reason = "its scores fall by ALiBi's slopes, which FlashInfer has as fixed ones only"
-            if not reason:
-                continue
+        if reason := why_not_layer(probe, kv_dtype):
             if options.attention == "flashinfer":
-                raise ValueError(f"attention is 'flashinfer', but it cannot serve layer {number}: {reason}; give auto")
-            logger.warning("attention runs on the torch backend, many times slower; layer %d: %s", number, reason)
+                raise ValueError(f"attention is 'flashinfer', but it cannot serve {reason}; give auto")
+            logger.warning("attention runs on torch, many times slower, and steps without CUDA graphs; %s", reason)
             return make_backend("torch", kv_dtype, self.device)
-        return flashinfer_choice.measured(backend, shapes_of(probe, page_size(options, probe), kv_dtype))
+        limits = Limits(sequences=options.max_graph_batch, keys=max_len, pages=options.num_pages)
+        stopwatch = Stopwatch.on(self.device, self.capture())
+        shapes = shapes_of(probe, page_size(options, probe), kv_dtype)
+        return flashinfer_choice.measured(backend, shapes, limits, stopwatch)
 
     def fused_kernels(self, backend: AttentionBackend, dtype: torch.dtype) -> Kernels:
         """FlashInfer's, or plain torch where it is missing or the dtype is not its own."""
@@ -149,6 +144,21 @@ class GpuPlatform:
 
     def capture(self) -> Capture:
         return cuda_capture(self.device)
+
+
+def why_not_layer(probe: Probe, kv_dtype: torch.dtype) -> str:
+    """The first layer that FlashInfer cannot serve, and why: "layer 3: ..."; empty where it can serve all."""
+    for number, layer in enumerate(probe.layers):
+        if not isinstance(layer, LayerProbe):
+            continue
+        reason = why_not(layer.num_heads, layer.kv.kv_heads, layer.kv.k_dim, layer.kv.v_dim, layer.dtype, kv_dtype)
+        if layer.chunk:
+            reason = "it attends in chunks, which FlashInfer does not know"
+        if layer.has_slopes:
+            reason = "its scores fall by ALiBi's slopes, which FlashInfer has as fixed ones only"
+        if reason:
+            return f"layer {number}: {reason}"
+    return ""
 
 
 def shapes_of(probe: Probe, page_size: int, kv_dtype: torch.dtype) -> list[Shape]:

@@ -39,7 +39,7 @@ class RehearsedGpu(GpuPlatform):
         self._fused = fused
         self._library = library
 
-    def attention_backend(self, options: EngineOptions, probe: Probe) -> AttentionBackend:
+    def attention_backend(self, options: EngineOptions, probe: Probe, max_len: int) -> AttentionBackend:
         shapes = shapes_of(probe, page_size(options, probe), page_dtype(options, probe))
         choice = KernelChoice(prefill="fa2", decode=self._decode)
         return FlashInferBackend(FlashInfer.on(self.device, self._library), dict.fromkeys(shapes, choice))

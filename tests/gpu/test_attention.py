@@ -15,12 +15,15 @@ import torch
 
 from engine.attention.base import AttentionBackend, AttentionCall
 from engine.attention.flashinfer.backend import FlashInferBackend
-from engine.attention.flashinfer.build import build
-from engine.attention.flashinfer.choice import measured
+from engine.attention.flashinfer.build import provide
+from engine.attention.flashinfer.choice import check_common, measured
+from engine.attention.flashinfer.modules import wanted
 from engine.attention.flashinfer.shapes import FP8, KernelChoice, Shape, decode_candidates, prefill_candidates
+from engine.attention.flashinfer.timing import Limits, Stopwatch
 from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.attention.torch_backend import TorchBackend
 from engine.device import why_no_flashinfer
+from engine.gpu.graphs import cuda_capture
 from tests.engine.attention.contract import (
     CHUNKED_LENGTHS,
     FLASHINFER_CASES,
@@ -61,9 +64,15 @@ def plain() -> Iterator[FlashInferBackend]:
     missing = why_no_flashinfer(torch.device(GPU))
     if missing:
         pytest.skip(missing)
-    build(all_shapes(), torch.cuda.get_device_capability(GPU))
+    check_common(provide(wanted(all_shapes(), torch.cuda.get_device_capability(GPU))))
     yield FlashInferBackend(FlashInfer.on(torch.device(GPU)))
     torch.cuda.empty_cache()
+
+
+def measure(plain: FlashInferBackend, shape: Shape, folder: Path) -> FlashInferBackend:
+    """As at load, of small steps only."""
+    stopwatch = Stopwatch.on(torch.device(GPU), cuda_capture(torch.device(GPU)))
+    return measured(plain, [shape], Limits(sequences=32, keys=1024), stopwatch, folder / "kernels.json")
 
 
 def right_or_refused(plain: FlashInferBackend, shape: Shape, kind: str, kernel: str, run: Callable[[], None]) -> None:
@@ -76,8 +85,9 @@ def right_or_refused(plain: FlashInferBackend, shape: Shape, kind: str, kernel: 
     if not wrong:
         return
     with tempfile.TemporaryDirectory() as folder:
-        chosen = measured(plain, [shape], Path(folder) / "kernels.json").kernels[shape]
-    assert getattr(chosen, kind) != kernel, f"{kernel} is wrong and was taken: {wrong}"
+        chosen = measure(plain, shape, Path(folder)).kernels[shape]
+    taken = {chosen.prefill} if kind == "prefill" else chosen.decode_kernels
+    assert kernel not in taken, f"{kernel} is wrong and was taken: {wrong}"
     pytest.xfail(f"{kernel} is wrong here ({wrong}) and is refused at load")
 
 
@@ -121,7 +131,7 @@ def test_what_is_chosen_by_measurement_is_right(
     plain: FlashInferBackend, tmp_path: Path, name: str, kv_dtype: torch.dtype
 ) -> None:
     case = FLASHINFER_CASES[name]
-    backend = measured(plain, [shape_of(case, kv_dtype)], tmp_path / "kernels.json")
+    backend = measure(plain, shape_of(case, kv_dtype), tmp_path)
     fp8 = FP8 if kv_dtype == FP8 else None
     check_prefill(Batch(case, BF16, backend, PREFILL_LENGTHS, device=GPU, kv_dtype=fp8))
     check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS, device=GPU, kv_dtype=fp8))

@@ -68,7 +68,7 @@ class FlashInferBackend:
     @property
     def reads_block_tables(self) -> bool:
         """Whether some kernel reads them: XQA alone."""
-        return any(kernels.decode == "xqa" for kernels in self.kernels.values())
+        return any("xqa" in kernels.decode_kernels for kernels in self.kernels.values())
 
     def replan(self, static: PageTables, now: PageTables) -> None:
         """Before a graph is replayed: plan its wrappers for `now`, whose arrays its buffers already hold."""
@@ -77,13 +77,14 @@ class FlashInferBackend:
 
     def _runner(self, shape: Shape, tables: PageTables) -> Runner:
         """The kernel for this step, planned."""
+        kernels = self.kernels.get(shape, KernelChoice())
         if tables.is_static:
             runners = self._static.setdefault(id(tables), {})
             if shape not in runners:  # in the run that warms up: nothing is planned while a graph is captured
-                runners[shape] = self._make(self.decode_kernel(shape), shape, tables)
+                runners[shape] = self._make(kernels.decode_for(tables.num_sequences), shape, tables)
                 runners[shape].plan(tables)
             return runners[shape]
-        name = self.decode_kernel(shape) if tables.is_decode else self.kernels.get(shape, KernelChoice()).prefill
+        name = kernels.decode_for(tables.num_sequences, tables.longest) if tables.is_decode else kernels.prefill
         if (name, shape) not in self._runners:
             self._runners[name, shape] = (self._make(name, shape, None), [])
         runner, planned_for = self._runners[name, shape]
@@ -91,9 +92,6 @@ class FlashInferBackend:
             runner.plan(tables)
             planned_for[:] = [tables]
         return runner
-
-    def decode_kernel(self, shape: Shape) -> str:
-        return self.kernels.get(shape, KernelChoice()).decode
 
     def _make(self, name: str, shape: Shape, static: PageTables | None) -> Runner:
         if name == "xqa":

@@ -1,69 +1,228 @@
-"""Builds the FlashInfer modules that a model's layers will ask for, all at once, before the first is tried.
+"""Has the FlashInfer modules that a model's layers ask for at hand before the first of them is tried.
 
-FlashInfer compiles a module when it is first asked for, one after another: minutes for a model, where one run of ninja
-over all of them takes about as long as the slowest. What is built already is left alone. A build that fails here is no
-error: the kernel's own trial says what is wrong with it.
+    folder      <- libraries built beforehand: KVRELAY_FLASHINFER_AOT, or FlashInfer's own package of them
+                <- the others, built now: one ninja over all their files, which goes on where a file fails
+    FlashInfer  -> looks into that folder, and compiles nothing by itself any more
+
+FlashInfer's way is to compile a module when it is first asked for, one after another: minutes for a model, where all
+of them together take about as long as the slowest. Nothing raises here because a module cannot be had: its reason is
+handed back, and whoever needs it says so.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import json
 import logging
-from collections.abc import Iterable
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from engine.attention.flashinfer.shapes import Shape, decode_candidates, prefill_candidates
+from engine.attention.flashinfer.modules import Wanted, generator
+from engine.build_cache import cache_folder, locked
+from engine.device import AOT_SETTING, nvcc
 
 logger = logging.getLogger(__name__)
 
-Wanted = tuple[str, tuple[Any, ...]]  # a generator of flashinfer.jit, and what it is called with
-NO_ROTATION = 0  # keys are rotated before they are written
-FOR_EVERY_MODEL: tuple[Wanted, ...] = (
-    ("gen_page_module", ()),
-    ("gen_norm_module", ()),
-    ("gen_rope_module", ()),
-    ("gen_act_and_mul_module", ("silu",)),
-)
-MODULES = ("flashinfer.jit", "flashinfer.jit.page", "flashinfer.jit.norm", "flashinfer.jit.rope", "flashinfer.jit.xqa")
+ABOUT = "about.json"  # in a folder that was built beforehand: what for
+COMPLAINT = re.compile(r"\b(error|fatal|not found|undefined reference|killed|no space)\b", re.IGNORECASE)
+REASON_LENGTH = 300
+BY_US = "kvrelay"  # any value keeps FlashInfer from compiling
 
 
-def wanted(shapes: Iterable[Shape], capability: tuple[int, int]) -> list[Wanted]:
-    """Every module that a candidate for one of the shapes is made of, each once."""
-    modules = list(FOR_EVERY_MODEL)
-    for shape in shapes:
-        options = (shape.window > 0, shape.softcap > 0)
-        dtypes = (shape.dtype, shape.kv_dtype, shape.dtype, torch.int32)
-        widths = (shape.head_dim, shape.head_dim, NO_ROTATION)
-        decode = decode_candidates(shape, capability)
-        modules += [  # decode on tensor cores is fa2's prefill
-            ("gen_batch_prefill_module", (backend, *dtypes, *widths, *options, False))
-            for backend in prefill_candidates(shape, capability)
-        ]
-        if "cores" in decode:
-            modules.append(("gen_batch_decode_module", (*dtypes, *widths, *options)))
-        if "xqa" in decode:
-            sizes = (shape.page_size, shape.head_dim, shape.group)
-            modules.append(("gen_xqa_module", (shape.dtype, shape.kv_dtype, *sizes, options[0], shape.dtype, 1)))
-    return list(dict.fromkeys(modules))
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What libraries are built for: they work with no other."""
+
+    flashinfer: str  # its version
+    arch: str  # as nvcc names it, 9.0a
+
+    @classmethod
+    def here(cls) -> Target:
+        context = importlib.import_module("flashinfer.jit.core").current_compilation_context
+        arches = sorted(context.TARGET_CUDA_ARCHS)
+        version = importlib.import_module("flashinfer.version").__version__
+        return cls(str(version), " ".join(f"{major}.{minor}" for major, minor in arches))
 
 
-def build(shapes: Iterable[Shape], capability: tuple[int, int]) -> None:
-    """Build them in parallel."""
-    modules = wanted(shapes, capability)
-    logger.info("building %d modules of FlashInfer where they are not built yet", len(modules))
+def provide(modules: Iterable[Wanted]) -> dict[Wanted, str]:
+    """Have FlashInfer take the modules from a folder of this machine's, and build what is in none.
+
+    Returns why, for each that cannot be had. Raises ValueError where KVRELAY_FLASHINFER_AOT names a folder of libraries
+    for something else.
+    """
+    settings: Any = importlib.import_module("flashinfer.jit.env")
+    target = Target.here()
+    folder = cache_folder() / "flashinfer" / f"{target.flashinfer}-{target.arch.replace(' ', '-')}"
+    beforehand = [Path(settings._get_aot_dir())]
+    if named := os.environ.get(AOT_SETTING):
+        beforehand.insert(0, checked(Path(named), target))
+    specs, failed = specs_of(modules)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        lacking = [spec for spec in specs.values() if not _is_had(folder, spec.name, beforehand)]
+        if lacking and named:
+            logger.warning("%s is %s, which lacks %s", AOT_SETTING, named, ", ".join(spec.name for spec in lacking))
+        reasons = build(lacking, folder) if lacking else {}
+    settings.FLASHINFER_AOT_DIR = folder
+    os.environ["FLASHINFER_DISABLE_JIT"] = BY_US  # what failed here would fail again, minutes later
+    return failed | {module: reasons[spec.name] for module, spec in specs.items() if spec.name in reasons}
+
+
+def checked(folder: Path, target: Target) -> Path:
+    """A folder of libraries that were built beforehand. Raises ValueError when they are for something else."""
     try:
-        specs = [generator(name)(*arguments) for name, arguments in modules]
-        generator("build_jit_specs")(specs, verbose=False)
-    except Exception as error:  # a compiler's failing, or an interface that has moved
-        logger.warning("FlashInfer's modules are built one by one: %s", " ".join(str(error).split())[:300])
+        about = Target(**json.loads((folder / ABOUT).read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{AOT_SETTING} is {folder}, where no {ABOUT} can be read ({error}); give a folder that "
+            "python -m bench.gpu.prebuild made"
+        ) from error
+    if about != target:
+        raise ValueError(
+            f"{AOT_SETTING} is {folder}, built for FlashInfer {about.flashinfer} on {about.arch}, and here is "
+            f"{target.flashinfer} on {target.arch}; build it again with python -m bench.gpu.prebuild"
+        )
+    return folder
 
 
-def generator(name: str) -> Any:
-    """The function of that name, wherever flashinfer.jit has it. Raises AttributeError."""
-    for module in MODULES:
-        make = getattr(importlib.import_module(module), name, None)
-        if make is not None:
-            return make
-    raise AttributeError(f"flashinfer.jit has no {name}")
+def specs_of(modules: Iterable[Wanted]) -> tuple[dict[Wanted, Any], dict[Wanted, str]]:
+    """FlashInfer's description of each module; and why, of those that it has none for."""
+    specs: dict[Wanted, Any] = {}
+    failed: dict[Wanted, str] = {}
+    for module in modules:
+        name, arguments = module
+        try:
+            specs[module] = generator(name)(*arguments)
+        except Exception as error:  # an interface that has moved, a shape that it refuses
+            failed[module] = f"{name}: {' '.join(str(error).split())[:REASON_LENGTH]}"
+    return specs, failed
+
+
+def library(folder: Path, name: str) -> Path:
+    """Where FlashInfer looks for a module that was built beforehand."""
+    return folder / name / f"{name}.so"
+
+
+def _is_had(folder: Path, name: str, beforehand: Sequence[Path]) -> bool:
+    """Whether the folder has it, if only by a link."""
+    own = library(folder, name)
+    if own.exists():
+        return True
+    found = next((path for path in (library(each, name) for each in beforehand) if path.exists()), None)
+    if found is None:
+        return False
+    own.parent.mkdir(exist_ok=True)
+    own.unlink(missing_ok=True)  # a link to what is gone
+    own.symlink_to(found.resolve())
+    return True
+
+
+def build(specs: Sequence[Any], folder: Path, jobs: int | None = None) -> dict[str, str]:
+    """Compile them all, `jobs` files at a time, each library into the folder. Returns, by name, why some failed."""
+    if why := why_no_compiler():
+        return {spec.name: why for spec in specs}
+    logger.info("building %d modules of FlashInfer: minutes, once on a machine", len(specs))
+    os.environ["FLASHINFER_EXTRA_CUDAFLAGS"] = _with_cublas_headers(os.environ.get("FLASHINFER_EXTRA_CUDAFLAGS", ""))
+    for spec in specs:
+        spec.write_ninja()
+    reasons = run_ninja({spec.name: spec for spec in specs}, folder, jobs or _jobs())
+    for name, why in reasons.items():
+        logger.warning("FlashInfer's module %s cannot be built: %s", name, why)
+    return reasons
+
+
+def why_no_compiler() -> str:
+    if os.environ.get("FLASHINFER_DISABLE_JIT", BY_US) != BY_US:
+        return "it was not built beforehand, and FLASHINFER_DISABLE_JIT is set"
+    lacks = [name for name, there in (("nvcc", nvcc()), ("ninja", shutil.which("ninja"))) if there is None]
+    return f"it was not built beforehand, and there is no {' and no '.join(lacks)} to build it" if lacks else ""
+
+
+def _jobs() -> int:
+    asked = os.environ.get("MAX_JOBS", "")
+    return int(asked) if asked.isdigit() and int(asked) else len(os.sched_getaffinity(0))
+
+
+def run_ninja(specs: Mapping[str, Any], folder: Path, jobs: int) -> dict[str, str]:
+    """One ninja over all of them: it keeps every core busy to the end, and a file that fails stops its module only."""
+    plan = folder / "all.ninja"
+    lines = [f"subninja {spec.ninja_path}" for spec in specs.values()]
+    plan.write_text("\n".join(["ninja_required_version = 1.3", *lines, ""]))
+    command = ["ninja", "-C", str(folder), "-f", str(plan), "-k", "0", "-j", str(jobs)]
+    told = _Told(specs, folder)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as ninja:
+        assert ninja.stdout is not None
+        for line in ninja.stdout:
+            told.hear(line.rstrip())
+    return told.ended(ninja.returncode)
+
+
+class _Told:
+    """What ninja says of the modules, line by line: [3/40] and a command that is done, or FAILED, the command, and
+    what the command said."""
+
+    def __init__(self, specs: Mapping[str, Any], folder: Path) -> None:
+        self._specs = specs
+        self._folder = folder
+        self._done: list[str] = []
+        self._said: dict[str, list[str]] = {}  # by a module that failed
+        self._failing: str | None = None
+        self._last = ""
+
+    def hear(self, line: str) -> None:
+        self._last = line or self._last
+        if line.startswith("FAILED: "):
+            self._failing = next((name for name in self._specs if f"/{name}/" in line), None)
+            if self._failing is not None:
+                self._said.setdefault(self._failing, [])
+        elif line.startswith("["):
+            self._failing = None
+            name = Path(line).stem
+            if line.endswith(".so") and name in self._specs:
+                self._take(name)
+        elif self._failing is not None:
+            self._said[self._failing].append(line)
+
+    def ended(self, code: int) -> dict[str, str]:
+        """Why each module has no library. Those of which nothing was said had been built before."""
+        if code >= 0:
+            for name, spec in self._specs.items():
+                if name not in (*self._done, *self._said) and spec.jit_library_path.exists():
+                    self._take(name)
+        return {name: self._why(name) for name in self._specs if name not in self._done}
+
+    def _why(self, name: str) -> str:
+        said = self._said.get(name, [])[1:]  # after the command
+        found = next((line for line in said if COMPLAINT.search(line)), said[0] if said else self._last)
+        return found.strip()[:REASON_LENGTH]
+
+    def _take(self, name: str) -> None:
+        own = library(self._folder, name)
+        own.parent.mkdir(exist_ok=True)
+        whole = own.with_suffix(".tmp")
+        shutil.copyfile(self._specs[name].jit_library_path, whole)
+        os.replace(whole, own)
+        self._done.append(name)
+        size = own.stat().st_size / (1 << 20)
+        logger.info("%d of %d built: %s, %.1f MiB", len(self._done), len(self._specs), name, size)
+
+
+def _with_cublas_headers(flags: str) -> str:
+    """Its norms include cublasLt.h, which a bare nvcc comes without: then those that came with torch are named, too."""
+    home = Path(nvcc() or "").resolve().parents[1]
+    if (home / "include" / "cublasLt.h").exists():
+        return flags
+    packages = importlib.util.find_spec("nvidia")
+    roots = packages.submodule_search_locations if packages is not None else None
+    for root in roots or ():
+        for header in sorted(Path(root).glob("*/include/cublasLt.h")):
+            named = f"-isystem {header.parent}"
+            return flags if named in flags else f"{flags} {named}".strip()
+    return flags

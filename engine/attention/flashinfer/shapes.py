@@ -39,9 +39,23 @@ class Shape:
         return self.heads // self.kv_heads
 
     @property
+    def page_bytes(self) -> int:
+        """Of one page, K and V."""
+        return 2 * self.page_size * self.kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+    @property
     def window_left(self) -> int:
         """FlashInfer counts the keys before the row's own; -1: all."""
         return self.window - 1 if self.window else -1
+
+
+@dataclass(frozen=True, slots=True)
+class BatchChoice:
+    """The decode kernel of steps of about so many sequences."""
+
+    sequences: int
+    kernel: str  # the best over all lengths: a graph is captured once for all
+    by_keys: tuple[tuple[int, str], ...] = ()  # (keys of a sequence, kernel), where that differs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +63,29 @@ class KernelChoice:
     """Which kernel serves a shape."""
 
     prefill: str = "fa2"  # fa2 | fa3
-    decode: str = "tensor"  # tensor | cores | xqa
+    decode: str = "tensor"  # tensor | cores | xqa: where no size was measured
+    by_batch: tuple[BatchChoice, ...] = ()
+
+    def decode_for(self, sequences: int, keys: int | None = None) -> str:
+        """Of a step with so many sequences, the longest of `keys`; None: of any. What was measured nearest counts, by
+        ratio."""
+        if not self.by_batch:
+            return self.decode
+        nearest = min(self.by_batch, key=lambda batch: _apart(batch.sequences, sequences))
+        if keys is None or not nearest.by_keys:
+            return nearest.kernel
+        return min(nearest.by_keys, key=lambda measured: _apart(measured[0], keys))[1]
+
+    @property
+    def decode_kernels(self) -> set[str]:
+        """Every one that some step takes."""
+        if not self.by_batch:
+            return {self.decode}
+        return {kernel for b in self.by_batch for kernel in (b.kernel, *(name for _, name in b.by_keys))}
+
+
+def _apart(measured: int, asked: int) -> float:
+    return max(measured, asked) / min(measured, asked)
 
 
 def why_not(heads: int, kv_heads: int, k_dim: int, v_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ import torch
 
 from engine import device
 from engine.attention.base import AttentionCall
-from engine.attention.flashinfer import choice as flashinfer_choice
 from engine.attention.flashinfer.backend import FlashInferBackend
-from engine.attention.flashinfer.choice import Measured, choose
 from engine.attention.flashinfer.shapes import (
     FP8,
     KernelChoice,
@@ -31,7 +28,6 @@ from engine.attention.flashinfer.shapes import (
 )
 from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.attention.registry import make_backend
-from engine.attention.torch_backend import TorchBackend
 from tests.engine.attention import fake_flashinfer
 from tests.engine.attention.contract import (
     CHUNKED_LENGTHS,
@@ -194,71 +190,6 @@ def test_a_layer_that_flashinfer_cannot_serve_is_told_why(layer: tuple[object, .
     found = why_not(*layer)  # type: ignore[arg-type]
     assert reason in found
     assert bool(found) == bool(reason)
-
-
-def test_the_fastest_kernel_that_is_right_is_chosen() -> None:
-    trials = {
-        "slow": Measured(1e-3, 2.0),
-        "wrong": Measured(0.5, 0.1),
-        "nan": Measured(float("nan"), 0.1),
-        "fast": Measured(0, 1),
-    }
-    assert choose("a shape", list(trials), lambda name: trials[name]) == "fast"
-
-
-def test_no_kernel_that_is_right_is_an_error_that_names_each_failing() -> None:
-    def trial(name: str) -> Measured:
-        if name == "broken":
-            raise OSError("nvcc\nfailed")
-        return Measured(float("nan"), 0.1)
-
-    with pytest.raises(RuntimeError, match="a shape: broken: OSError: nvcc failed; blind: relative error nan"):
-        choose("a shape", ["broken", "blind"], trial)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 9, "sinks": True}, {"softcap": 20.0}, {"kv_dtype": FP8}], ids=["plain", "window, sinks",
-                                                                                            "softcap", "fp8"]
-)  # fmt: skip
-def test_what_is_measured_is_right_by_the_reference_and_is_remembered(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, object]
-) -> None:
-    monkeypatch.setattr(flashinfer_choice, "DECODE", (3, 70))
-    monkeypatch.setattr(flashinfer_choice, "PREFILL", (1, 40))
-    shape = Shape(heads=4, kv_heads=2, head_dim=64, page_size=16, scaling=0.125, **options)  # type: ignore[arg-type]
-    backend = FlashInferBackend(ON_CPU)
-    memory = tmp_path / "kernels.json"
-    chosen = flashinfer_choice.measured(backend, [shape], memory)
-    assert set(chosen.kernels) == {shape}
-    assert memory.exists()
-
-    monkeypatch.setattr(flashinfer_choice, "_measure", lambda *_: pytest.fail("measured again"))
-    assert flashinfer_choice.measured(backend, [shape], memory).kernels == chosen.kernels
-
-
-def test_a_trial_s_pages_hold_nothing_but_the_sequences_own() -> None:
-    shape = Shape(heads=4, kv_heads=2, head_dim=64, page_size=16, scaling=0.125)
-    problem = flashinfer_choice.make_problem(shape, 3, 70, 1, CPU)
-    assert torch.isnan(problem.k_pages.float()).any()
-    assert torch.isfinite(flashinfer_choice.answer(TorchBackend(), problem).float()).all()
-
-
-@pytest.mark.parametrize("size", [(3, 70), (1, 40)])
-@pytest.mark.parametrize("window", [9, 60, 400])
-def test_a_kernel_that_ignores_the_window_fails_its_trial(size: tuple[int, int], window: int) -> None:
-    shape = Shape(heads=4, kv_heads=2, head_dim=64, page_size=16, scaling=0.125, window=window)
-    sequences, keys = flashinfer_choice.past_window(size, window)
-    problem = flashinfer_choice.make_problem(shape, sequences, keys, 1, CPU)
-    blind = replace(problem, call=replace(problem.call, window=0))
-    wanted, got = (flashinfer_choice.answer(TorchBackend(), each).float() for each in (problem, blind))
-    assert (got - wanted).norm() > 2 * flashinfer_choice.TOLERANCE * wanted.norm()
-
-
-@pytest.mark.parametrize(
-    ("window", "size"), [(0, (32, 1024)), (512, (32, 1024)), (4096, (6, 5120)), (1 << 17, (2, 163840))]
-)
-def test_a_trial_is_as_large_as_the_window_wants(window: int, size: tuple[int, int]) -> None:
-    assert flashinfer_choice.past_window((32, 1024), window) == size
 
 
 @pytest.mark.parametrize(("beside", "found"), [(True, True), (False, False)])

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.flashinfer import build as flashinfer_build
+from engine.attention.flashinfer.modules import FOR_EVERY_MODEL, Wanted, generator, wanted
 from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.engine import Engine
 from engine.options import EngineOptions
@@ -151,7 +151,7 @@ def test_the_modules_that_are_built_ahead_are_those_the_wrappers_ask_for(
 ) -> None:
     from flashinfer import decode, prefill
 
-    asked: set[flashinfer_build.Wanted] = set()
+    asked: set[Wanted] = set()
 
     def noting(name: str, make: Callable[..., SimpleNamespace]) -> Callable[..., SimpleNamespace]:
         def made(*arguments: Any) -> SimpleNamespace:
@@ -175,11 +175,10 @@ def test_the_modules_that_are_built_ahead_are_those_the_wrappers_ask_for(
             backend.flashinfer = FlashInfer.on(backend.flashinfer.device, library)
             shapes += list(backend.kernels)
             check_chunks(Batch(case, BF16, backend, CHUNKED_LENGTHS))
-    ahead = flashinfer_build.wanted(shapes, (9, 0))
-    assert asked == set(ahead) - set(flashinfer_build.FOR_EVERY_MODEL)
+    ahead = wanted(shapes, (9, 0))
+    assert asked == set(ahead) - set(FOR_EVERY_MODEL)
     for name, arguments in ahead:
-        generator = flashinfer_build.generator(name)
-        inspect.signature(generator).bind(*arguments)
+        inspect.signature(generator(name)).bind(*arguments)
 
 
 @pytest.fixture
