@@ -4,9 +4,11 @@
                 <- the others, built now: one ninja over all their files, which goes on where a file fails
     FlashInfer  -> looks into that folder, and compiles nothing by itself any more
 
-FlashInfer's way is to compile a module when it is first asked for, one after another: minutes for a model, where all
-of them together take about as long as the slowest. Nothing raises here because a module cannot be had: its reason is
-handed back, and whoever needs it says so.
+FlashInfer's way is to compile a module when it is first asked for, one after another: minutes for a model, where all of
+them together take about as long as the slowest. What its own parallel build has made it would compile again when it is
+asked for, since ninja's log of it stands in another folder: so ours are put where those built beforehand are.
+
+Nothing raises here because a module cannot be had: its reason is handed back, and whoever needs it says so.
 """
 
 from __future__ import annotations
@@ -184,6 +186,7 @@ class _Told:
                 self._said.setdefault(self._failing, [])
         elif line.startswith("["):
             self._failing = None
+            logger.debug("files: %s", line[1 : line.index("]")])
             name = Path(line).stem
             if line.endswith(".so") and name in self._specs:
                 self._take(name)

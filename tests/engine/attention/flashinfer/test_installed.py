@@ -30,7 +30,7 @@ from tests.engine.attention.contract import (
     check_chunks,
     check_prefill,
 )
-from tests.engine.attention.test_flashinfer import backend_for, hopper_decode
+from tests.engine.attention.flashinfer.test_backend import backend_for, hopper_decode
 from tests.engine.rehearsal import rehearse
 from tests.engine.test_engine import greedy, prompts, save
 from tests.engine.test_rehearsal import counted_replays
