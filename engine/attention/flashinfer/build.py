@@ -13,7 +13,6 @@ Nothing raises here because a module cannot be had: its reason is handed back, a
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import logging
@@ -26,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.attention.flashinfer.modules import Wanted, generator
+from engine.attention.flashinfer.modules import Wanted, generator, imported
 from engine.build_cache import cache_folder, locked
 from engine.device import AOT_SETTING, nvcc
 
@@ -47,10 +46,8 @@ class Target:
 
     @classmethod
     def here(cls) -> Target:
-        context = importlib.import_module("flashinfer.jit.core").current_compilation_context
-        arches = sorted(context.TARGET_CUDA_ARCHS)
-        version = importlib.import_module("flashinfer.version").__version__
-        return cls(str(version), " ".join(f"{major}.{minor}" for major, minor in arches))
+        arches = sorted(imported(".jit.core").current_compilation_context.TARGET_CUDA_ARCHS)
+        return cls(str(imported(".version").__version__), " ".join(f"{major}.{minor}" for major, minor in arches))
 
 
 def provide(modules: Iterable[Wanted]) -> dict[Wanted, str]:
@@ -59,7 +56,7 @@ def provide(modules: Iterable[Wanted]) -> dict[Wanted, str]:
     Returns why, for each that cannot be had. Raises ValueError where KVRELAY_FLASHINFER_AOT names a folder of libraries
     for something else.
     """
-    settings: Any = importlib.import_module("flashinfer.jit.env")
+    settings = imported(".jit.env")
     target = Target.here()
     folder = cache_folder() / "flashinfer" / f"{target.flashinfer}-{target.arch.replace(' ', '-')}"
     beforehand = [Path(settings._get_aot_dir())]

@@ -6,6 +6,7 @@ A module is one library: a kernel for some dtypes, widths and options. What make
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +22,14 @@ FOR_EVERY_MODEL: tuple[Wanted, ...] = (
     ("gen_rope_module", ()),
     ("gen_act_and_mul_module", ("silu",)),
 )
-HOMES = ("flashinfer.jit", "flashinfer.jit.page", "flashinfer.jit.norm", "flashinfer.jit.rope", "flashinfer.jit.xqa")
+HOMES = (".jit", ".jit.page", ".jit.norm", ".jit.rope", ".jit.xqa")  # parts of the package that have generators
+
+
+def imported(part: str = "") -> Any:
+    """FlashInfer, or a part of it, with its norms in CUDA: built once and kept, where those in CuTe are compiled at
+    every start."""
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")  # read at import
+    return importlib.import_module(f"flashinfer{part}")
 
 
 def wanted(shapes: Iterable[Shape], capability: tuple[int, int]) -> list[Wanted]:
@@ -50,7 +58,7 @@ def module_of(shape: Shape, kernel: str) -> Wanted:
 def generator(name: str) -> Any:
     """The function of that name, wherever flashinfer.jit has it. Raises AttributeError."""
     for home in HOMES:
-        make = getattr(importlib.import_module(home), name, None)
+        make = getattr(imported(home), name, None)
         if make is not None:
             return make
     raise AttributeError(f"flashinfer.jit has no {name}")

@@ -10,9 +10,7 @@ Legend: T rows, H query heads, D head_dim.
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -20,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from engine.attention.base import AttentionCall
+from engine.attention.flashinfer.modules import imported
 from engine.attention.flashinfer.shapes import Shape
 from engine.attention.tables import PageTables
 from engine.upload_guard import UploadGuard
@@ -42,18 +41,12 @@ class FlashInfer:
     def on(cls, device: torch.device, module: Any = None) -> FlashInfer:
         size = WORKSPACE_BYTES if device.type == "cuda" else 1
         workspace = torch.zeros(size, dtype=torch.uint8, device=device)
-        return cls(_imported() if module is None else module, device, workspace)
+        return cls(imported() if module is None else module, device, workspace)
 
     @cached_property
     def xqa_workspace(self) -> torch.Tensor:
         size = XQA_WORKSPACE_BYTES if self.device.type == "cuda" else 16 << 20
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
-
-
-def _imported() -> Any:
-    """FlashInfer with its norms in CUDA: built once and kept, where those in CuTe are compiled at every start."""
-    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")  # read at import
-    return importlib.import_module("flashinfer")
 
 
 class Runner(Protocol):
