@@ -65,7 +65,7 @@ def provide(modules: Iterable[Wanted]) -> dict[Wanted, str]:
     specs, failed = specs_of(modules)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        lacking = [spec for spec in specs.values() if not _is_had(folder, spec.name, beforehand)]
+        lacking = [spec for spec in specs.values() if not _linked(folder, spec.name, beforehand)]
         if lacking and named:
             logger.warning("%s is %s, which lacks %s", AOT_SETTING, named, ", ".join(spec.name for spec in lacking))
         reasons = build(lacking, folder) if lacking else {}
@@ -109,8 +109,8 @@ def library(folder: Path, name: str) -> Path:
     return folder / name / f"{name}.so"
 
 
-def _is_had(folder: Path, name: str, beforehand: Sequence[Path]) -> bool:
-    """Whether the folder has it, if only by a link."""
+def _linked(folder: Path, name: str, beforehand: Sequence[Path]) -> bool:
+    """Whether the folder has it, if only by a link that is made here."""
     own = library(folder, name)
     if own.exists():
         return True
