@@ -367,6 +367,18 @@ def test_the_host_that_a_parent_called_itself_is_not_inherited(there: str, taken
     assert settings["NCCL_HOSTID"] == taken
 
 
+def test_the_installed_torch_takes_what_a_group_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU it is refused for that alone."""
+    if not torch.distributed.is_nccl_available() or torch.cuda.is_available():
+        pytest.skip("this is for a torch with NCCL where there is no GPU")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(nccl, "prepare", lambda: None)
+    store = nccl.dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises((RuntimeError, ValueError), match="no GPUs found"):
+        nccl.make_group(store, 0, "cuda:0")
+    assert callable(nccl.dist.ProcessGroupNCCL.abort)
+
+
 def test_a_version_is_written_as_nccl_writes_it() -> None:
     assert nccl_settings.version_code((2, 28, 9)) == 22809
 

@@ -92,6 +92,13 @@ def test_the_folder_is_for_this_version_and_gpu(settings: Any) -> None:
     assert flashinfer_build.Target.here() == flashinfer_build.Target(flashinfer.__version__, "9.0a")
 
 
+def test_tensors_are_handed_over_by_torch_s_own_exchange() -> None:
+    """Else tvm-ffi compiles one at the first call."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        pytest.skip(f"torch {torch.__version__} is older than the one that is paired with FlashInfer 0.6.14")
+    assert hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
 def test_a_module_that_was_built_for_a_gpu_is_loaded_and_takes_torch_s_tensors(tmp_path: Path) -> None:
     """Up to the kernel's own word that they are on no GPU; without a driver its library's name is an empty one's."""
     named = os.environ.get(AOT_SETTING)
