@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from engine.errors import raise_if_broken
 from engine.options import check_device_name
 
 AOT_FOLDER = Path("data") / "aot"  # of FlashInfer: modules built beforehand
@@ -36,6 +37,16 @@ def resolve(name: str) -> torch.device:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """While inside, `device` is the GPU that is meant where none is named; nothing on a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def check(device: torch.device) -> None:
+    """Raise EngineBroken once a GPU is lost to this process, whose call ever it was: a transport's copy, say."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.default_stream(device).query()
+    except RuntimeError as error:
+        raise_if_broken(error)
 
 
 def _why_no_cuda() -> str:

@@ -139,7 +139,8 @@ class Engine:
         return token
 
     def check(self) -> None:
-        """Raise EngineBroken when no step can be run any more: one of its other processes is lost."""
+        """Raise EngineBroken when no step can be run any more: its device, or one of its other processes, is lost."""
+        devices.check(self.device)
         if self.model.ranks is not None:
             self.model.ranks.check()
 

@@ -1,11 +1,17 @@
-"""What an engine says no with. UnsupportedModel comes at load; EngineBroken from any step after it, and stays."""
+"""What an engine says no with. UnsupportedModel comes at load; EngineBroken from any step after it, and stays.
+
+Torch-free: torch's errors are known by what they carry.
+"""
 
 from __future__ import annotations
 
 import re
 
-# CUDA says of these that the process must end before the device can be used again; their text is all that every library
-# passes on. What is not among them (no memory, an argument that a kernel refuses) may be one step's trouble.
+# CUDA refuses such calls before anything of them runs, and later ones may go well. By their codes: no memory, a bad
+# argument or launch's shape, no kernel, no peer access, too much asked of a launch, what no graph may hold. After any
+# other error the process must end before the device can be used again.
+MAY_HEAL = {1, 2, 9, 13, 98, 209, 217, 701, 704, 705, 720, 801, *range(900, 911)}
+# The same of other libraries' errors, of which there is only a text.
 CANNOT_HEAL = re.compile(
     r"illegal memory access|illegal address|illegal instruction|misaligned address|invalid program counter"
     r"|device-side assert|launch failure|launch timed out|hardware stack error|uncorrectable|unknown error"
@@ -26,8 +32,17 @@ def raise_if_broken(error: Exception) -> None:
     """Raise EngineBroken for what no later step can be free of."""
     if isinstance(error, EngineBroken):
         raise error
-    if CANNOT_HEAL.search(str(error)):
+    if _cannot_heal(error):
         raise EngineBroken(f"the device is lost to this process: {in_short(error)}") from error
+
+
+def _cannot_heal(error: Exception) -> bool:
+    if type(error).__name__ == "OutOfMemoryError":
+        return False
+    code = getattr(error, "error_code", None)  # torch.AcceleratorError: CUDA's own
+    if isinstance(code, int):
+        return code not in MAY_HEAL
+    return CANNOT_HEAL.search(str(error)) is not None
 
 
 def in_short(error: Exception) -> str:

@@ -4,8 +4,12 @@ can compute nothing is broken.
 
 from __future__ import annotations
 
-import pytest
+from contextlib import nullcontext
 
+import pytest
+import torch
+
+from engine import device as devices
 from engine.errors import EngineBroken
 from engine.execution import run_step
 from engine.types import Chunk, SampledToken, SampleSpec, SamplingParams, Step
@@ -128,9 +132,51 @@ def test_one_error_that_cannot_heal_breaks_the_engine_at_once(text: str) -> None
     assert engine.steps == [["a", "bad", "c"]]
 
 
+def of_cuda(code: int, text: str = "CUDA error") -> Exception:
+    """As torch raises what a call of CUDA returns."""
+    error = torch.AcceleratorError(text)
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+ILLEGAL_ADDRESS, CONTAINED, UNKNOWN, NO_MEMORY, INVALID_VALUE, CAPTURE_UNSUPPORTED = 700, 226, 999, 2, 1, 900
+
+
+@pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, CONTAINED, UNKNOWN])
+def test_an_error_of_cuda_breaks_the_engine_by_its_code_whatever_its_words(code: int) -> None:
+    engine = Fussy(error=of_cuda(code))
+    with pytest.raises(EngineBroken, match=r"^the device is lost to this process: AcceleratorError: CUDA error$"):
+        run(engine, chunk("a", 0), chunk("bad", 1))
+    assert engine.steps == [["a", "bad"]]
+
+
+@pytest.mark.parametrize(("code", "is_broken"), [(ILLEGAL_ADDRESS, True), (NO_MEMORY, False), (None, False)])
+def test_an_idle_engine_whose_gpu_another_thread_has_lost_is_broken(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, is_broken: bool
+) -> None:
+    class Stream:
+        def query(self) -> bool:
+            if code is not None:
+                raise of_cuda(code)
+            return False  # something runs
+
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    devices.check(torch.device("cpu"))
+    with pytest.raises(EngineBroken) if is_broken else nullcontext():
+        devices.check(torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize(
     "error",
-    [RuntimeError("CUDA out of memory. Tried 2 GiB"), MemoryError(), RuntimeError("CUDA error: invalid argument")],
+    [
+        RuntimeError("CUDA out of memory. Tried 2 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory, beside an unknown error"),
+        of_cuda(NO_MEMORY, "CUDA error: out of memory"),
+        of_cuda(INVALID_VALUE),
+        of_cuda(CAPTURE_UNSUPPORTED),
+        MemoryError(),
+        RuntimeError("CUDA error: invalid argument"),
+    ],
 )
 def test_what_may_heal_fails_the_request_alone(error: Exception) -> None:
     [good, bad] = run(Fussy(error=error), chunk("a", 0), chunk("bad", 1))
