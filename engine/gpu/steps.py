@@ -19,7 +19,8 @@ from engine.attention.base import StepMeta, build_meta
 from engine.gpu.graphs import DecodeGraphs
 from engine.gpu.staging import Uploader, stage
 from engine.pending import PendingStep, WantedRows
-from engine.sampling.device import SamplingPlan, draw, sampled_tokens
+from engine.sampling.device import draw, sampled_tokens
+from engine.sampling.plan import SamplingPlan
 from engine.types import PENDING, Chunk, SampledToken, Step
 
 RunStep = Callable[[StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]

@@ -5,6 +5,7 @@ transformers wrote them; pages take what weights and a step's peak leave of the 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -21,13 +22,14 @@ from engine.fused.gpu import FlashInferKernels, TorchKernels
 from engine.fused.kernels import Kernels
 from engine.fused.recognise import fuse
 from engine.gpu.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
-from engine.gpu.staging import on_device
+from engine.gpu.staging import Uploader, on_device
 from engine.gpu.steps import GpuSteps
 from engine.loading.capacity import checked_free, kv_budget, page_dtype, page_size
 from engine.loading.platform import OWN_PAGES
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages.fp8 import KvScale
+from engine.sampling.device import draw, largest_draw
 from engine.types import Chunk, ModelInfo
 from engine.weights.config import ServedConfig
 
@@ -91,11 +93,23 @@ class GpuPlatform:
         pages = -(-tokens // model.page_size)
         chunk = Chunk(request_id="", token_ids=[0] * tokens, start=0, block_table=range(pages))
         with model.scratch_pages(page_dtype(options, model.probe), pages, scales) as scratch:
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            model.forward(scratch, [chunk], [tokens - 1])
-            torch.cuda.synchronize(self.device)
-            return int(torch.cuda.max_memory_allocated(self.device) - before)
+            logits_1V, forward_bytes = self._measured(lambda: model.forward(scratch, [chunk], [tokens - 1]))
+        rows = options.max_graph_batch
+        _, draw_bytes = self._measured(lambda: self._drawn(logits_1V.repeat(rows, 1)))
+        return max(forward_bytes, draw_bytes)  # one is over when the other begins
+
+    def _measured(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+        """What it makes, and the bytes that it took at its peak beyond what stood there before."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        made = run()
+        torch.cuda.synchronize(self.device)
+        return made, int(torch.cuda.max_memory_allocated(self.device) - before)
+
+    def _drawn(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """By the largest draw of so many rows, whose kernel is built here and not in a request's step."""
+        plan = largest_draw(logits_RV.shape[0])
+        return draw(logits_RV, plan, Uploader(self.device)(plan.arrays)).ids
 
     def default_kv_bytes(self, options: EngineOptions, peak_bytes: int, page_bytes: int) -> int:
         """Of this process's own share: who else is on the GPU has one too, and may just be filling it."""

@@ -7,11 +7,13 @@ import random
 import pytest
 import torch
 
-from engine.sampling.device import SamplingPlan, draw, sampled_tokens, uniforms
+from engine.sampling.device import draw, sampled_tokens
 from engine.sampling.host import sample
+from engine.sampling.plan import SamplingPlan, uniforms
 from engine.sampling.rng import uniform
 from engine.types import SampledToken, SampleSpec
 from tests.engine.sampling.test_device import EDGES, WAYS, logits_of, spec
+from tests.engine.sampling.test_selection import DISTRIBUTIONS, narrowed
 
 
 def on_gpu(logits: torch.Tensor, specs: list[SampleSpec]) -> list[SampledToken]:
@@ -39,6 +41,12 @@ def test_rows_of_all_ways_together_draw_the_host_s_tokens(seed: int, dtype: torc
 def test_a_whole_vocabulary_draws_the_host_s_tokens() -> None:
     logits = torch.randn(32, 128256, generator=torch.Generator().manual_seed(0))
     specs = [spec(row, top_p=0.95, top_k=0 if row % 2 else 50, temperature=0.7) for row in range(32)]
+    assert [t.token_id for t in on_gpu(logits, specs)] == [token_id for token_id, _, _ in sample(logits, specs)]
+
+
+@pytest.mark.parametrize("logits", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS.keys())
+def test_whatever_the_distribution_the_host_s_tokens_are_drawn(logits: torch.Tensor) -> None:
+    specs = [narrowed(row) for row in range(len(logits))]
     assert [t.token_id for t in on_gpu(logits, specs)] == [token_id for token_id, _, _ in sample(logits, specs)]
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.sampling.device import SamplingPlan, draw, sampled_tokens, uniforms
+from engine.sampling.device import draw, sampled_tokens
 from engine.sampling.host import sample
 from engine.sampling.host import sampled_tokens as host_tokens
+from engine.sampling.plan import SamplingPlan, uniforms
 from engine.sampling.rng import uniform
 from engine.types import SampledToken, SampleSpec, SamplingParams
 

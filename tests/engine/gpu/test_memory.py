@@ -1,0 +1,109 @@
+"""The memory that a draw takes is counted at load: no draw of as many rows takes more than the one that is measured."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.loading import gpu
+from engine.loading.gpu import GpuPlatform
+from engine.options import EngineOptions
+from engine.sampling import device
+from engine.sampling.device import Drawn, draw, largest_draw
+from engine.sampling.plan import SamplingPlan
+from tests.engine.rehearsal import rehearse
+from tests.engine.sampling.test_device import WAYS, logits_of, spec
+from tests.engine.test_engine import save
+
+ROWS = 48
+
+
+class Meter(TorchDispatchMode):
+    """The most bytes of tensors that live at a time, of those that operators made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors: Counter[int] = Counter()  # by the address of what they show
+        self.bytes: int = 0
+        self.peak_bytes: int = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor)
+        return out
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if not self._tensors[address]:
+            self.bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self._tensors[address] += 1
+        weakref.finalize(tensor, self._gone, address, nbytes)
+
+    def _gone(self, address: int, nbytes: int) -> None:
+        self._tensors[address] -= 1
+        if not self._tensors[address]:
+            self.bytes -= nbytes
+
+
+def peak_of(plan: SamplingPlan) -> int:
+    placed = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
+    logits, meter = logits_of(ROWS, dtype=torch.bfloat16), Meter()
+    with torch.inference_mode(), meter:
+        draw(logits, plan, placed)
+    return meter.peak_bytes
+
+
+def test_no_draw_takes_more_memory_than_the_one_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "keep_largest", lambda *_: None)  # on a GPU it works in place
+    most = peak_of(largest_draw(ROWS))
+    names = [str(row) for row in range(ROWS)]
+    for way in WAYS.values():
+        assert peak_of(SamplingPlan.of(names, [spec(row, **way) for row in range(ROWS)])) <= most  # type: ignore[arg-type]
+    for seed in range(5):
+        rng = random.Random(seed)
+        mixed = [spec(row, **rng.choice(list(WAYS.values()))) for row in range(ROWS)]  # type: ignore[arg-type]
+        assert peak_of(SamplingPlan.of(names, mixed)) <= most
+
+
+@pytest.mark.parametrize(("forward", "drawing"), [(300, 200), (200, 300)])
+def test_the_budget_holds_the_larger_of_a_step_and_of_its_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forward: int, drawing: int
+) -> None:
+    engine = rehearse(save(tmp_path, "LlamaConfig"), cuda_graphs=False)
+    peaks = iter((1000 + forward, 1000 + drawing))
+    for name, answer in {
+        "reset_peak_memory_stats": lambda _: None,
+        "memory_allocated": lambda _: 1000,
+        "max_memory_allocated": lambda _: next(peaks),
+        "synchronize": lambda _: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    drawn: list[torch.Size] = []
+
+    def spy(logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
+        drawn.append(logits.shape)
+        return draw(logits, plan, placed)
+
+    monkeypatch.setattr(gpu, "draw", spy)
+    options = EngineOptions(model="", max_graph_batch=7)
+    with torch.inference_mode():
+        assert GpuPlatform(torch.device("cpu")).peak_bytes(engine.model, options, engine.info, None) == 300
+    assert drawn == [(7, engine.info.vocab_size)]
