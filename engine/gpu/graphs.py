@@ -5,7 +5,7 @@
 
 A dummy row is token 0 at position 0 of the reserved page, which no request is ever given. Whatever the graph reads
 stands in static places; what the host planned is copied in the order of the stream, so a replay that is still running
-is not disturbed.
+is not disturbed. A size that cannot be captured is left out: the next larger graph, or none, runs its steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from engine.attention.base import StepMeta, build_meta
 from engine.attention.tables import ON_DEVICE as TABLE_NAMES
 from engine.attention.tables import PageTables, page_tables
+from engine.errors import in_short, raise_if_broken
 from engine.gpu.staging import StaticUploader
 from engine.types import Chunk
 
@@ -66,21 +67,23 @@ class DecodeGraphs:
         backend: Replans,
         run: Run,
         capture: Capture,
+        has_rope_lengths: bool,
     ) -> None:
-        """`max_pages`: of one sequence. `run` is called once for each size to warm up, then under `capture`."""
-        self.sizes = tuple(sorted(sizes))
+        """`max_pages`: of one sequence. `run` is called for each size to warm up, then under `capture`. The model reads
+        rope lengths where it has some. Raises EngineBroken when a capture takes the device with it."""
         self._page_size = page_size
         self._dummy = Chunk(request_id="", token_ids=(0,), start=0, block_table=(reserved_page,))
         self._backend = backend
-        most = self.sizes[-1]
+        most = max(sizes)
         self._block_tables = torch.zeros(most * max_pages, dtype=torch.int32, device=device)
         self._columns = torch.arange(max_pages, device=device)
+        self._has_rope_lengths = has_rope_lengths
         self._upload = StaticUploader(
             device,
             {
                 "token_ids": (np.int64, most),
                 "rope_positions": (np.int64, most),
-                "rope_lengths": (np.int64, most),
+                **({"rope_lengths": (np.int64, most)} if has_rope_lengths else {}),
                 "slots": (np.int64, most),
                 "kv_indptr": (np.int32, most + 1),
                 "last_page_len": (np.int32, most),
@@ -90,9 +93,10 @@ class DecodeGraphs:
                 "kv_indices": (np.int32, most * max_pages),
             },
         )
-        self._graphs: dict[int, _Graph] = {}
-        for size in reversed(self.sizes):
-            self._graphs[size] = self._make(size, max_pages, run, capture)
+        metas = {size: self._static_meta(size, max_pages) for size in sorted(sizes, reverse=True)}
+        self._metas = metas  # of sizes left out, too: a backend knows a graph by the identity of its tables
+        self._graphs = self._captured(run, capture)
+        self.sizes = tuple(sorted(self._graphs))
 
     def size_for(self, num_sequences: int) -> int | None:
         """The smallest graph that holds so many sequences; None when none does."""
@@ -117,9 +121,9 @@ class DecodeGraphs:
         """Bring the chunks' arrays into the static places."""
         meta = build_meta(chunks, self._page_size)
         tables = _tables_of(meta)
-        lengths = meta.positions + 1 if meta.rope_lengths is None else meta.rope_lengths
         arrays = {"token_ids": meta.token_ids, "rope_positions": meta.positions, "slots": meta.slots}
-        arrays["rope_lengths"] = lengths
+        if self._has_rope_lengths:
+            arrays["rope_lengths"] = meta.positions + 1 if meta.rope_lengths is None else meta.rope_lengths
         arrays |= {name: getattr(tables, name) for name in TABLE_NAMES}
         self._upload({name: arrays[name].numpy() for name in self._upload.device})
         self._fill_block_tables(static, int(tables.block_tables.shape[1]), len(tables.kv_indices))
@@ -134,9 +138,25 @@ class DecodeGraphs:
         at = (first + self._columns[:width]).clamp_(max=count - 1)
         static.block_tables[:, :width].copy_(places["kv_indices"][at])
 
-    def _make(self, size: int, max_pages: int, run: Run, capture: Capture) -> _Graph:
-        meta = self._static_meta(size, max_pages)
-        self._fill(meta, [self._dummy] * size)
+    def _captured(self, run: Run, capture: Capture) -> dict[int, _Graph]:
+        """By size, without those that cannot be captured: memory is short, say, or the model's code waits for the
+        device, which no graph can hold."""
+        graphs: dict[int, _Graph] = {}
+        reason = ""
+        for size, meta in self._metas.items():
+            try:
+                graphs[size] = self._make(meta, run, capture)
+            except RuntimeError as error:
+                cause = _first(error)
+                raise_if_broken(cause)
+                reason = in_short(cause)
+        left_out = ", ".join(str(size) for size in self._metas if size not in graphs)
+        if left_out:
+            logger.warning("no CUDA graph could be made for decode steps of %s requests: %s", left_out, reason)
+        return graphs
+
+    def _make(self, meta: StepMeta, run: Run, capture: Capture) -> _Graph:
+        self._fill(meta, [self._dummy] * meta.num_sequences)
         for _ in range(WARM_UPS):  # the first plans the wrappers; kernels are built and chosen outside the capture
             run(meta)
         replay, logits = capture(lambda: run(meta))
@@ -159,7 +179,7 @@ class DecodeGraphs:
             meta,
             token_ids=places["token_ids"][:size],
             positions=places["rope_positions"][:size],
-            rope_lengths=places["rope_lengths"][:size],
+            rope_lengths=places["rope_lengths"][:size] if self._has_rope_lengths else None,
             slots=places["slots"][:size],
             block_tables=device["block_tables"],
             tables=replace(_tables_of(meta), device=device, is_static=True),
@@ -171,15 +191,39 @@ def _tables_of(meta: StepMeta) -> PageTables:
     return page_tables(*on_host, meta.page_size)
 
 
+def _first(error: BaseException) -> Exception:
+    """What went wrong in a capture, whose end then fails, too, and says less."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    assert isinstance(error, Exception)
+    return error
+
+
 def cuda_capture(device: torch.device) -> Capture:
-    """Capture on `device`, all graphs in one memory pool: they never run at the same time."""
+    """Capture on `device`, all graphs in one memory pool: they never run at the same time. A failure leaves nothing."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            logits = run()
+        try:
+            # A capture that fails would leave its own stream the current one.
+            with torch.cuda.stream(torch.cuda.current_stream(device)), torch.cuda.graph(graph, pool=pool):
+                logits = run()
+        except BaseException:
+            graph.reset()
+            _end_allocations(device, pool)
+            raise
         return graph.replay, logits
 
     return capture
+
+
+def _end_allocations(device: torch.device, pool: tuple[int, int]) -> None:
+    """Where a capture could not be ended torch's allocator takes it to go on, and keeps its pool for good."""
+    bindings: Any = torch._C
+    try:
+        bindings._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:  # it did end
+        return
+    bindings._cuda_releasePool(device.index, pool)

@@ -140,21 +140,18 @@ class GpuPlatform:
         self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo
     ) -> DecodeGraphs | None:
         assert isinstance(model.backend, FlashInferBackend)
-        try:
-            return DecodeGraphs(
-                device=self.device,
-                sizes=sizes_up_to(options.max_graph_batch),
-                page_size=model.page_size,
-                reserved_page=pages.memory.layout.num_pages - OWN_PAGES,
-                max_pages=-(-info.max_model_len // model.page_size),
-                backend=model.backend,
-                run=lambda meta: model.run(pages, meta, None),
-                capture=self.capture(),
-            )
-        except RuntimeError as error:  # a model's own code may wait for the device, which no graph can hold
-            logger.warning("decode steps run without CUDA graphs: %s", " ".join(str(error).split())[:300])
-            torch.cuda.synchronize(self.device)
-            return None
+        graphs = DecodeGraphs(
+            device=self.device,
+            sizes=sizes_up_to(options.max_graph_batch),
+            page_size=model.page_size,
+            reserved_page=pages.memory.layout.num_pages - OWN_PAGES,
+            max_pages=-(-info.max_model_len // model.page_size),
+            backend=model.backend,
+            run=lambda meta: model.run(pages, meta, None),
+            capture=self.capture(),
+            has_rope_lengths=info.rope is not None,
+        )
+        return graphs if graphs.sizes else None
 
     def capture(self) -> Capture:
         return cuda_capture(self.device)
