@@ -21,6 +21,7 @@ from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel.leader import Ranks
 from engine.state.states import States
 from engine.types import Chunk, OnLayer
+from engine.upload_guard import uploaded
 from engine.weights.loader import run_packed
 
 
@@ -68,7 +69,7 @@ class PagedModel:
     ) -> torch.Tensor:
         """Logits [rows, vocab] of the packed chunks; of every row when `rows` is None."""
         meta = self.place(build_meta(chunks, self.page_size, self.row_multiple))
-        wanted = None if rows is None else torch.tensor(rows, dtype=torch.long, device=self.device)
+        wanted = None if rows is None else uploaded(rows, self.device)
         return self.run(pages, meta, wanted, on_layer)
 
     def run(

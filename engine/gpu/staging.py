@@ -17,8 +17,8 @@ import torch
 
 from engine.attention.base import StepMeta
 from engine.attention.tables import ON_DEVICE as TABLE_NAMES
-from engine.attention.tables import page_tables
-from engine.upload_guard import UploadGuard
+from engine.attention.tables import PageTables, page_tables
+from engine.upload_guard import UploadGuard, pinned
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 ALIGN = 16  # bytes; of each array's start
@@ -51,7 +51,7 @@ class Uploader:
     """Arrays to new tensors on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._host = _HostBuffers(device)
 
     def __call__(self, arrays: Arrays) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ class Uploader:
         with guard:
             host = self._host.bytes(turn)
             _fill(host, arrays, starts)
-            device = torch.empty(total, dtype=torch.uint8, device=self._device)
+            device = torch.empty(total, dtype=torch.uint8, device=self.device)
             device.copy_(host[:total], non_blocking=True)
         return {
             name: _view(device, starts[name], array.dtype, array.size).view(array.shape)
@@ -139,6 +139,14 @@ def stage(
     placed = upload(arrays | dict(beside))
     if tables is not None:
         tables = replace(tables, device={name: placed[f"table {name}"] for name in TABLE_NAMES})
+        if upload.device.type == "cuda":  # plans copy these once more
+            tables = _pinned(tables)
     on_gpu: dict[str, Any] = {name: placed[f"meta {name}"] for name in names}
     meta = replace(meta, tables=tables, **on_gpu)
     return meta, {name: placed[name] for name in beside}
+
+
+def _pinned(tables: PageTables) -> PageTables:
+    """With the tables that plans read in memory from which they may be copied without a wait."""
+    read: dict[str, Any] = {name: pinned(getattr(tables, name)) for name in ("qo_indptr", "kv_indptr", "last_page_len")}
+    return replace(tables, **read)

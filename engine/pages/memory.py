@@ -15,6 +15,7 @@ import torch
 
 from engine.pages.host_memory import allocate
 from engine.pages.layout import KvLayout, LayerKv, LayerState
+from engine.upload_guard import uploaded
 
 TORCH_DTYPE = {
     "float32": torch.float32,
@@ -91,7 +92,7 @@ class KvMemory:
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """From the first page of each pair to the second, in all layers. On a GPU it is queued."""
-        pairs = torch.tensor(copies, dtype=torch.long, device=self.bytes.device)
+        pairs = uploaded(copies, self.bytes.device)
         sources, targets = pairs.unbind(1)
         for pages in (*self._k, *self._v):
             rows = pages.view(torch.uint8)  # whatever a page holds

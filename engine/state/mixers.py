@@ -26,6 +26,7 @@ from engine.attention.probe import LAYER, Probe
 from engine.errors import UnsupportedModel
 from engine.pages.layout import LayerState, StateTensor
 from engine.state.pieces import NOTHING, Piece
+from engine.upload_guard import uploaded
 
 CACHES = ("cache_params", "past_key_values")  # parameters of a mixer's forward that take one
 GRIFFIN = "RecurrentGemmaRecurrentBlock"
@@ -156,7 +157,7 @@ class _Mixer:
         for group in [*([each] for each in pieces.one_by_one), *([pieces.together] if pieces.together else [])]:
             rows: Any = slice(group[0].begin, group[0].end)
             if len(group) > 1:
-                rows = torch.tensor([piece.begin for piece in group], device=hidden.device)
+                rows = uploaded([piece.begin for piece in group], hidden.device)
             x = hidden[0, rows]
             out = self._mix(x[None] if len(group) == 1 else x[:, None], group, layer, state).flatten(0, 1)
             if mixed is None:
@@ -169,7 +170,7 @@ class _Mixer:
     def _mix(self, x_BTN: torch.Tensor, group: Sequence[Piece], layer: int, state: ForwardPass) -> torch.Tensor:
         assert state.states is not None, "a model with mixers has states"
         shape, states = state.probe.state(layer), _Cache(self._num_states)
-        read, write = torch.tensor([[each.read, each.write] for each in group], device=x_BTN.device).T
+        read, write = uploaded([[each.read, each.write] for each in group], x_BTN.device).T
         if group[0].read != NOTHING:
             in_place = any(each.read == each.write for each in group)
             spared = self._spares_recurrent
