@@ -46,7 +46,10 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
     """transformers' own class with its weights on `device`, in eager attention; those of a quantised checkpoint in the
     full width of `dtype`. Raises UnsupportedModel."""
     _check_quantised(model, config)
-    placed = {} if device.type == "cpu" else {"device_map": {"": device}}  # straight to the GPU, file by file
+    if device.type == "cpu":  # each expert's product by itself, which our kernels make row-invariant
+        placed: dict[str, Any] = {"experts_implementation": "eager"}
+    else:  # straight to the GPU, file by file; experts as transformers chooses: in one product, where no host waits
+        placed = {"device_map": {"": device}}
     try:
         with LOADING:
             loaded, report = AutoModelForCausalLM.from_pretrained(
@@ -54,7 +57,6 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
                 config=config,
                 dtype=dtype,
                 attn_implementation="eager",
-                experts_implementation="eager",
                 output_loading_info=True,
                 **placed,
             )

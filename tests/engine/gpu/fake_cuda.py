@@ -118,6 +118,7 @@ def fake_gpu(folder: Path) -> Iterator[FakeGpu]:
         assert all(is_on_gpu(x) for x in tensors), "the kernel reads tables on the GPU"
 
     patch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    patch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     patch.setattr(torch.cuda, "Event", NoEvent)
     patch.setattr(torch.cuda, "device", lambda _: nullcontext())
     patch.setitem(sys.modules, "engine.sampling.selection_kernel", SimpleNamespace(narrow=narrow))

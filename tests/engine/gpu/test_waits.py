@@ -170,6 +170,19 @@ def test_an_adapter_beside_none(engine: Engine, adapter: Adapter) -> None:
     begin(engine, chunk(0, 5, [7, 8], None, adapter=adapter))
 
 
+def test_experts_as_transformers_chooses_on_a_gpu(folder: Path) -> None:
+    options = OPTIONS | {"dtype": "bfloat16"}
+    model = str(make_tiny_model("mixtral", folder / "mixtral"))
+    loaded = rehearse(model, **options)
+    loaded.model.module.set_experts_implementation(loaded.model.module.get_correct_experts_implementation(None))
+    with fake_gpu(folder) as gpu:
+        engine = on_fake_gpu(loaded, gpu, EngineOptions(model=model, **options), decode="tensor")
+        steps: Any = engine.steps
+        assert steps.graphs.sizes == (1, 2, 4)
+        begin(engine, *(chunk(row, 0, [5, 6, 7]) for row in range(ROWS)))
+        begin(engine, *(chunk(row, 3, [PENDING]) for row in range(ROWS)))
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
