@@ -133,6 +133,12 @@ class FakeGpu:
     log: list[tuple[str, Any]] = field(default_factory=list)
     opened: dict[int, mmap.mmap] = field(default_factory=dict)
     events: dict[bytes, FakeEvent] = field(default_factory=dict)
+    taken: int = 0
+
+    @property
+    def free_bytes(self) -> int:
+        self.taken += 64 << 20  # whoever looks again finds less
+        return (1 << 40) - self.taken
 
     def queue(self) -> FakeQueue:
         return FakeQueue(self.log)
@@ -194,51 +200,35 @@ class FakeGroup:
             self._sent_by_id[name] = {}
             store.set("id", name)
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeWork:
-        assert peer == 1 - self.rank
-        number, tensor = self._next_number(), tensors[0]
-        return self._work(lambda: self._sent().update({number: tensor.numpy().tobytes()}))
-
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> FakeWork:
-        assert peer == 1 - self.rank
-        number, tensor = self._next_number(), tensors[0]
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
+        """On the current queue. Rank 0's bytes go; rank 1 waits for those of the same number."""
+        assert options.rootRank == 0
+        assert not options.asyncOp, "it would run on a stream that all groups share"
+        current = current_queue()
+        assert current is not None, "a message was posted outside the transport's own stream"
+        self._number += 1
+        number, tensor = self._number, tensors[0]
+        if self.rank == 0:
+            current.add(
+                "nccl", lambda: self._sent().update({number: tensor.numpy().tobytes()}), lambda: not self.is_aborted
+            )
+            return
 
         def take() -> None:
             sent = torch.frombuffer(bytearray(self._sent().pop(number)), dtype=torch.uint8)
             assert len(sent) == len(tensor), "NCCL would hang: the two sides disagree about a size"
             tensor.copy_(sent)
 
-        return self._work(take, lambda: not self.is_aborted and self._store.check(["id"]) and number in self._sent())
+        def has_come() -> bool:
+            return not self.is_aborted and bool(self._store.check(["id"])) and number in self._sent()
+
+        current.add("nccl", take, has_come)
 
     def abort(self) -> None:
         self.is_aborted = True
 
     def _sent(self) -> dict[int, bytes]:
         return self._sent_by_id[self._store.get("id")]
-
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
-
-    def _work(self, act: Callable[[], None], may_run: Callable[[], bool] = lambda: True) -> FakeWork:
-        """On a queue of the group's own, after what stands in the current one by now."""
-        current = current_queue()
-        assert current is not None, "an operation was posted outside the transport's own stream"
-        queue = FakeQueue([])
-        queue.wait_for(current.mark())
-        queue.add("nccl", act, lambda: not self.is_aborted and may_run())
-        return FakeWork(queue)
-
-
-class FakeWork:
-    def __init__(self, queue: FakeQueue) -> None:
-        self._queue = queue
-
-    def wait(self) -> None:
-        """The current stream waits, the caller does not."""
-        current = current_queue()
-        assert current is not None
-        current.wait_for(self._queue.mark())
 
 
 _gpu = FakeGpu()

@@ -27,6 +27,7 @@ SOURCE = r"""
 typedef int CUresult; typedef int CUdevice; typedef void *CUcontext; typedef unsigned long long CUdeviceptr;
 typedef struct { char reserved[64]; } CUipcMemHandle;
 static int held = 0, pushed = 0; static unsigned last_flags = 0; static CUdeviceptr closed = 0; static int refuse = 0;
+static int streams = 0;
 extern "C" {
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = ordinal + 100; return 0; }
 CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
@@ -42,10 +43,16 @@ CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr base)
 CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags)
 { if (pushed != 1 || handle.reserved[63] != 0x5A) return 1; memcpy(address, &handle, 8); last_flags = flags; return 0; }
 CUresult cuIpcCloseMemHandle(CUdeviceptr address) { closed = address; return 0; }
+CUresult cuStreamCreateWithPriority(void **stream, unsigned flags, int priority)
+{ if (pushed != 1 || flags != 1 || priority != -1) return 1; streams++; *stream = (void *)(0x7100000000ULL + streams);
+  return 0; }
+CUresult cuStreamDestroy_v2(void *stream)
+{ if (pushed != 1 || stream < (void *)0x7100000000ULL) return 1; streams--; return 0; }
 CUresult cuGetErrorString(CUresult code, const char **text)
 { *text = code == 1 ? "invalid argument" : "bad context"; return 0; }
 unsigned stub_flags() { return last_flags; }
 unsigned long long stub_closed() { return closed; }
+int stub_streams() { return streams; }
 int stub_balance() { return held * 10 + pushed; }
 void stub_refuse(int yes) { refuse = yes; }
 }
@@ -108,6 +115,17 @@ def test_memory_that_cannot_be_shared_is_told_with_the_mend(gpu: CudaGpu, librar
 def test_a_handle_that_means_nothing_is_refused(gpu: CudaGpu, handle: bytes, reason: str) -> None:
     with pytest.raises(TransferError, match=reason):
         gpu.open(handle)
+
+
+def test_each_queue_has_a_stream_of_its_own_which_ends_with_it(
+    gpu: CudaGpu, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda.cuda, "ExternalStream", lambda address, device: (address, device.index))
+    queues = [cuda.CudaQueue(gpu._device) for _ in range(70)]  # of a priority torch has 32, for all who ask
+    assert len({queue._stream for queue in queues}) == library.stub_streams() == 70
+    assert {device for _, device in (queue._stream for queue in queues)} == {3}
+    del queues
+    assert library.stub_streams() == 0
 
 
 def test_a_machine_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,6 +282,28 @@ def test_two_pairs_at_once_and_one_may_be_aborted(name: str) -> None:
     second.close()
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_eight_pairs_of_one_worker_move_at_once_and_outlive_one_of_them(name: str) -> None:
+    first = open_pair(name)
+    pairs = [first, *(open_pair(name, target=first.target) for _ in range(7))]
+    before, pages = snapshot(first.target), list(range(16))
+    moved = [
+        p.pool.submit(p.move, p.segment(range(3), [2 * i + 1, 2], [2 * i, 2 * i + 1])) for i, p in enumerate(pairs)
+    ]
+    for future in moved:
+        future.result(SOON_S)
+    sent = [page for i in range(8) for page in (2 * i + 1, 2)]
+    assert_pages_moved(before, first.source, first.target, range(3), sent, pages)
+    pairs[3].receiver.abort()
+    for i, p in enumerate(pairs):
+        if i != 3:
+            p.move(p.segment(range(3), [20], [16 + i]))
+    others = [16 + i for i in range(8) if i != 3]
+    assert_pages_moved(before, first.source, first.target, range(3), sent + [20] * 7, pages + others)
+    for p in pairs:
+        p.close()
+
+
 @pytest.mark.parametrize("name", ONE_SIDED)
 def test_the_receiver_sees_that_a_one_sided_sender_has_closed(name: str) -> None:
     pair = open_pair(name)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +22,7 @@ from kv_transfer.transports.gpu.device import CopyQueue, Gpu
 
 cuda: Any = torch.cuda  # half typed
 
+PRIORITY = -1  # a copy does not stand behind the engine's next kernels
 COMPUTE_TIMEOUT_S = 60.0  # for layers that were launched: beyond it the GPU hangs
 POLL_S = 20e-6
 LONGEST_POLL_S = 200e-6
@@ -37,7 +39,9 @@ def gpu_of(device: str) -> Gpu:
 class CudaQueue:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = cuda.Stream(device, priority=-1)  # a copy does not stand behind the engine's next kernels
+        address = driver.make_stream(device.index, PRIORITY)
+        self._stream: Any = cuda.ExternalStream(address, device)
+        weakref.finalize(self, driver.end_stream, device.index, address).atexit = False  # CUDA ends it with the process
         self._after: Any = None  # the last event that the stream waits for
 
     def wait_for(self, event: object | None) -> None:
@@ -124,6 +128,11 @@ class CudaGpu:
     def export(self, memory: KvMemory) -> tuple[bytes, int]:
         handle, base = driver.export(self._device.index, memory.address)
         return handle, memory.address - base
+
+    @property
+    def free_bytes(self) -> int:
+        free, _ = cuda.mem_get_info(self._device)
+        return int(free)
 
     def open(self, handle: bytes) -> int:
         return driver.open_handle(self._device.index, handle)

@@ -38,7 +38,12 @@ class CopyQueue(Protocol):
 class Gpu(Protocol):
     uuid: str
 
-    def queue(self) -> CopyQueue: ...
+    @property
+    def free_bytes(self) -> int:
+        """Of its memory, whoever else is on it."""
+
+    def queue(self) -> CopyQueue:
+        """One that nobody else has."""
 
     def export(self, memory: KvMemory) -> tuple[bytes, int]:
         """A handle of the allocation that holds the memory, and where in it the memory begins."""

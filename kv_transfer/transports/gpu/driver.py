@@ -1,4 +1,5 @@
-"""The CUDA driver's calls for memory of another process (libcuda, by ctypes), so that handles are plain bytes.
+"""The CUDA driver's calls for memory of another process (libcuda, by ctypes), so that handles are plain bytes, and for
+streams that nobody shares.
 
 Each is made in the device's primary context, which torch uses too. What fails is a TransferError.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from kv_transfer.base import TransferError
 
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
 
 
 class _MemHandle(ctypes.Structure):
@@ -53,6 +55,21 @@ def open_handle(device: int, handle: bytes) -> int:
 def close_handle(device: int, address: int) -> None:
     with _context(device) as cuda:
         _check(cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address)), "close the other worker's KV memory")
+
+
+def make_stream(device: int, priority: int) -> int:
+    """Its address. torch's own streams are 32 of each priority, which all who ask for one share."""
+    stream = ctypes.c_void_p()
+    with _context(device) as cuda:
+        _check(cuda.cuStreamCreateWithPriority(ctypes.byref(stream), NON_BLOCKING, priority), "make a stream")
+    assert stream.value is not None, "a stream without an address"
+    return stream.value
+
+
+def end_stream(device: int, stream: int) -> None:
+    """What it was given ends as it would have."""
+    with _context(device) as cuda:
+        _check(cuda.cuStreamDestroy_v2(ctypes.c_void_p(stream)), "end a stream")
 
 
 @cache

@@ -4,6 +4,10 @@ What NCCL makes necessary (read in its and torch's sources): a lost peer leaves 
 ever, and torch's watchdog would then end the process. So the watchdog only watches, a deadline of our own decides, and
 `abort` ends the operation; then a new group is made under a new name. The watchdog must not abort either: that would
 complete a receive whose bytes never came. Messages have no tags; both ends post them in the pair's order.
+
+A message is a broadcast between the two ranks that torch launches on the stream it is called in (`asyncOp` False, torch
+2.8). A send and a receive would run on one of the 32 streams that all of a process's groups share: behind a lost
+peer's, from some ten pairs on, other pairs would wait.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from kv_transfer.base import TransferError
 from kv_transfer.transports.gpu.device import CopyQueue, Gpu
 from kv_transfer.transports.gpu.nccl_settings import loaded_version, prepare, why_not_on_one_gpu
 from kv_transfer.transports.gpu.staging import GpuStaging
-from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, TwoRankGroup
+from kv_transfer.transports.two_rank_group import PREFILL_RANK, TwoRankGroup
 
 log = logging.getLogger(__name__)
 dist: Any = torch.distributed
@@ -34,6 +38,9 @@ dist: Any = torch.distributed
 POLL_S = 20e-6
 MEETING_S = 30.0  # at least, for both ranks to set up NCCL, which takes seconds at first
 WATCHDOG_S = 86_400.0  # torch's own timeout, out of the way
+MAX_CTAS = (
+    8  # multiprocessors that a message may take from the engine: about 20 GB/s each over NVLink. NCCL_MAX_CTAS wins
+)
 
 
 def make_group(store: Any, rank: int, device: str) -> Any:
@@ -44,6 +51,7 @@ def make_group(store: Any, rank: int, device: str) -> Any:
     torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=WATCHDOG_S)
+    options.config.max_ctas = MAX_CTAS
     return dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
@@ -71,10 +79,10 @@ class NcclGroup(TwoRankGroup):
     ) -> None:
         """`queue`: where the buffers are filled, and what an operation therefore starts after."""
         super().__init__(make, peer, timeout_s)
-        self._rank = rank
         self._device = device
+        self._gpu = gpu
         self._queue = queue
-        self._ends = gpu.queue()  # waits for the operations, and is waited for by nobody
+        self._messages = gpu.queue()
         self._posted: deque[_Posted] = deque()
         self._waits_since_s = 0.0
 
@@ -91,14 +99,14 @@ class NcclGroup(TwoRankGroup):
             raise TransferError(reason) from None
 
     def send(self, data: torch.Tensor) -> Future[None]:
-        return self._put("send", data)
+        return self._put(data)
 
     def receive(self, data: torch.Tensor) -> Future[None]:
-        return self._put("recv", data)
+        return self._put(data)
 
-    def _put(self, what: str, data: torch.Tensor) -> Future[None]:
+    def _put(self, data: torch.Tensor) -> Future[None]:
         done = self._promise()
-        self._works.put((lambda: self._post(what, data, done), None))
+        self._works.put((lambda: self._post(data, done), None))
         return done
 
     def _greet(self) -> None:
@@ -108,19 +116,20 @@ class NcclGroup(TwoRankGroup):
             return
         with self._queue.current():
             data = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        self._post("send" if self._rank == PREFILL_RANK else "recv", data, None)
+        free_before = self._gpu.free_bytes
+        self._post(data, None)
         while self._posted and self._error is None:
             self._look(MEETING_S)
+        taken = max(0, free_before - self._gpu.free_bytes) / (1 << 20)
+        log.info("NCCL took %.0f MiB of the GPU for the pair with %s", taken, self._peer)
 
-    def _post(self, what: str, data: torch.Tensor, done: Future[None] | None) -> None:
-        with self._queue.current():
-            operate = self._process_group.send if what == "send" else self._process_group.recv
-            work = operate([data], DECODE_RANK if self._rank == PREFILL_RANK else PREFILL_RANK, 0)
-        with self._ends.current():
-            work.wait()  # the stream waits, not this thread
+    def _post(self, data: torch.Tensor, done: Future[None] | None) -> None:
+        self._messages.wait_for(self._queue.mark())
+        with self._messages.current():
+            self._process_group.broadcast([data], _from_sender())
         if not self._posted:
             self._waits_since_s = time.monotonic()
-        self._posted.append(_Posted(event=self._ends.mark(), data=data, done=done))
+        self._posted.append(_Posted(event=self._messages.mark(), data=data, done=done))
 
     def _look(self, timeout_s: float) -> None:
         """Keep the oldest promise if it is due; sleep a little if not. Raises RuntimeError after timeout_s."""
@@ -154,6 +163,12 @@ class NcclGroup(TwoRankGroup):
                 self._process_group.abort()  # ends what runs on the GPU; only then may the buffers go
             self._process_group = None
             self._posted.clear()
+
+
+def _from_sender() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = PREFILL_RANK, 0, False
+    return options
 
 
 _NOTHING = object()
