@@ -95,7 +95,7 @@ def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate:
     """Each one sized until it keeps the SLO at the rate, then its goodput; then hybrids of the best, of no use unless
     they do with as many workers or fewer."""
     sized = _sized(search, placements, rate, "clusters for the rate")
-    clusters = _clusters(search, sized, search.done(find_goodput, _headrooms(search, sized, rate), "headroom"))
+    clusters = _best_of(search, sized, _headrooms(search, sized, rate), "headroom")
     hybrids = _sized(search, _hybrids(search, clusters), rate, "hybrids for the rate", may_grow=False)
     fewest = min((placement.candidate.gpus for placement in [*sized, *hybrids]), default=0)
     hybrids = [placement for placement in hybrids if placement.candidate.gpus == fewest]
@@ -122,7 +122,7 @@ def simulate_guessing(search: PlanSearch, clusters: Sequence[SimulatedCluster]) 
 
 def _headrooms(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[GoodputProblem]:
     """What is searched for each: by how much it keeps more than the rate."""
-    searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in placements]
+    searches = [goodput_problem(search.problem, placement, effort=JOINT, precision=0.03) for placement in placements]
     return [replace(each, bottom=rate, top=1.25 * rate) for each in searches]
 
 
@@ -132,14 +132,21 @@ def _best_of(
     """Each one's goodput: by a quick look, and searched where that sees it near the best."""
     quick = [replace(each, effort=each.effort.times(QUICK)) for each in searches]
     clusters = _clusters(search, placements, search.done(find_goodput, quick, f"{what}, a quick look"))
-    best = max((search.worth(cluster.goodput) for cluster in clusters), default=0.0)
-    near = [at for at, cluster in enumerate(clusters) if search.worth(cluster.goodput) >= NEAR * best > 0]
+    near = _near_the_best(search, clusters)
     again = []
     for at in near:
         value = clusters[at].goodput.goodput.value
         again.append(replace(searches[at], bottom=max(searches[at].bottom, NEAR * value), top=value / NEAR))
     found = _clusters(search, [placements[at] for at in near], search.done(find_goodput, again, what))
     return found + [cluster for at, cluster in enumerate(clusters) if at not in near]
+
+
+def _near_the_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[int]:
+    """Which of them may be the best: for a rate none with more than the fewest GPUs."""
+    gpus = [cluster.goodput.candidate.gpus for cluster in clusters if cluster.goodput.goodput.value]
+    most = min(gpus, default=0) if search.question.rate else max(gpus, default=0)
+    worths = [search.worth(each.goodput) if each.goodput.candidate.gpus <= most else 0.0 for each in clusters]
+    return [at for at, worth in enumerate(worths) if worth >= NEAR * max(worths) > 0]
 
 
 def _sized(
