@@ -104,7 +104,7 @@ class Engine:
             self.model.journal.forget()
             try:
                 if step.copies:
-                    self.memory.copy_pages(step.copies)
+                    self.model.copy_pages(self.memory, step.copies)
                     step.copies.clear()  # a second time they would undo what was written since
                 with self.adapters.of(step.chunks):
                     pending = self.steps.begin(step)

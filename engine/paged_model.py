@@ -105,8 +105,26 @@ class PagedModel:
         self, dtype: torch.dtype, num_pages: int, scales: tuple[KvScale, ...] | None = None
     ) -> Iterator[KvPages]:
         """A small memory for a while, in which nothing was written."""
-        memory = KvMemory(self.layout(dtype, num_pages), str(self.device))
+        memory = self.allocate(self.layout(dtype, num_pages))
         try:
             yield KvPages(memory, scales)
         finally:
             memory.close()
+
+    def allocate(self, layout: KvLayout) -> KvMemory:
+        """Pages to run over. Where there are other ranks these have one memory at a time: the last."""
+        if self.ranks is not None:
+            return self.ranks.allocate(layout, self.device)
+        return KvMemory(layout, str(self.device))
+
+    def poison(self, memory: KvMemory) -> None:
+        """Let whoever reads what was not written compute NaNs."""
+        memory.poison()
+        if self.ranks is not None:
+            self.ranks.poison()
+
+    def copy_pages(self, memory: KvMemory, copies: Sequence[tuple[int, int]]) -> None:
+        """From the first page of each pair to the second, in all layers."""
+        memory.copy_pages(copies)
+        if self.ranks is not None:
+            self.ranks.copy_pages(copies)

@@ -13,8 +13,8 @@ import torch
 import xxhash
 
 from engine.pages.memory import KvMemory
-from engine.pages.page_table import check_pages, pages_at
-from engine.pages.rows import PageRows, Rows, Seen
+from engine.pages.page_table import check_pages
+from engine.pages.rows import Rows, Seen
 from kv_transfer.transports.gpu.device import Gpu
 
 
@@ -52,7 +52,7 @@ class Checksummer:
 
     def __init__(self, memory: KvMemory) -> None:
         self._memory = memory
-        self._rows = PageRows(memory.layout, memory.bytes.numpy()) if memory.device == "cpu" else None
+        self._rows = memory.rows if memory.device == "cpu" else None
 
     def digest(self, layers: range, pages: Sequence[int], after: object | None = None) -> int:
         running = RunningDigest()
@@ -66,6 +66,7 @@ class Checksummer:
             seen(block)
 
     def _device_blocks(self, layers: range, pages: Sequence[int]) -> list[Rows]:
+        assert not self._memory.others, "what other ranks have on GPUs is digested there"
         index = torch.tensor(pages, device=self._memory.bytes.device)
         parts = [part for layer in layers for part in (self._memory.k(layer), self._memory.v(layer))]
         return [part.view(torch.uint8).index_select(0, index).cpu().numpy() for part in parts]
@@ -84,5 +85,4 @@ class DeviceChecksummer:
     def digest(self, layers: range, pages: Sequence[int], after: object | None = None) -> int:
         memory = self._memory
         self._queue.wait_for(after)
-        parts = pages_at(memory.layout, memory.address, layers)
-        return self._queue.digest(parts, check_pages(pages, memory.layout.num_pages))
+        return self._queue.digest(memory.places.to_read(layers), check_pages(pages, memory.layout.num_pages))

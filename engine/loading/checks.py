@@ -31,9 +31,7 @@ def check_parity(
     if model.probe.has_states:  # whose pages are so long that no short prompt would leave the first
         model = replace(model, page_size=PAGE_SIZE)
     with model.scratch_pages(dtype, parity.pages_needed(model.page_size), scales) as pages:
-        for layer in range(pages.memory.layout.num_layers):
-            _poison(pages.memory.k(layer))
-            _poison(pages.memory.v(layer))
+        model.poison(pages.memory)
         return parity.check(model.module, reference, lambda chunks: model.forward(pages, chunks), model.page_size)
 
 
@@ -60,12 +58,3 @@ def check_narrow(
     except parity.ParityMismatch as mismatch:
         raise UnsupportedModel(f"kv_dtype is {name!r}, but {mismatch}; give kv_dtype: auto") from mismatch
     logger.info("KV in %s: largest relative error of logits %.2g", name, error)
-
-
-def _poison(pages: torch.Tensor) -> None:
-    if pages.dtype in (torch.uint8, torch.int8):
-        pages.view(torch.uint8).fill_(0xFF)  # a NaN in any dtype that states have, and scales
-    elif pages.dtype == fp8.DTYPE:
-        pages.view(torch.uint8).fill_(fp8.NAN_BYTE)
-    else:
-        pages.fill_(float("nan"))

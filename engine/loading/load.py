@@ -28,7 +28,6 @@ from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
-from engine.pages.memory import KvMemory
 from engine.parallel.leader import StartedRanks
 from engine.pending import Steps
 from engine.process import end_team
@@ -98,7 +97,7 @@ def load_both(
     draft = load(small, silent, platform)
     loaded = load(options, progress, platform, page_bytes_beside=draft.layout.page_bytes())
     draft.pages.memory.close()
-    layout, pages = _pages_of(draft.layout, loaded.layout.num_pages, None, draft.model.device)
+    layout, pages = _pages_of(draft.model, draft.layout, loaded.layout.num_pages, None)
     if platform is None:
         platform = platform_on(draft.model.device)
     with torch.inference_mode(), devices.current(platform.device):
@@ -263,12 +262,12 @@ def _allocate(
     one_page = model.layout(capacity.page_dtype(options, model.probe), 1)
     page_bytes = one_page.page_bytes() + page_bytes_beside
     count = capacity.num_pages(options, page_bytes, lambda: platform.default_kv_bytes(options, peak_bytes, page_bytes))
-    return _pages_of(one_page, count, scales, platform.device)
+    return _pages_of(model, one_page, count, scales)
 
 
 def _pages_of(
-    layout: KvLayout, count: int, scales: tuple[KvScale, ...] | None, device: torch.device
+    model: PagedModel, layout: KvLayout, count: int, scales: tuple[KvScale, ...] | None
 ) -> tuple[KvLayout, KvPages]:
     with torch.inference_mode(False):  # transports write into the pages from outside inference mode
-        memory = KvMemory(replace(layout, num_pages=count + OWN_PAGES), str(device))
+        memory = model.allocate(replace(layout, num_pages=count + OWN_PAGES))
     return replace(layout, num_pages=count), KvPages(memory, scales)

@@ -22,9 +22,7 @@ class FreeMemory:
 
 def allocate(num_bytes: int) -> int:
     """A zeroed memfd with memory for all of its bytes: its descriptor. Raises ValueError when there is not so much."""
-    free = free_memory()
-    if num_bytes > free.num_bytes:
-        raise ValueError(_too_much(num_bytes, free))
+    check_free(num_bytes)
     fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -32,6 +30,13 @@ def allocate(num_bytes: int) -> int:
         os.close(fd)
         raise ValueError(f"{_too_much(num_bytes, free_memory())} ({error.strerror})") from error
     return fd
+
+
+def check_free(num_bytes: int) -> None:
+    """Raise ValueError when there is not so much."""
+    free = free_memory()
+    if num_bytes > free.num_bytes:
+        raise ValueError(_too_much(num_bytes, free))
 
 
 def _too_much(num_bytes: int, free: FreeMemory) -> str:

@@ -1,8 +1,9 @@
 """PartTable says where the pages of each layer's K and V stand, as addresses: what a kernel that copies pages is told.
 
-A *part* is one layer's K or V; its rows are pages. Parts come in the order of KvLayout.spans (K then V, layer after
-layer), which is the order of the wire and of the checksum. Arithmetic only: addresses are numbers, of memory of any
-device, and nothing here reads them.
+A *part* is a run of heads of one layer's K or V, in one place (engine/pages/share.py); without ranks there is one for
+each of them. Layers' K and V are numbered in the order of KvLayout.spans (K then V, layer after layer), which is the
+order of the wire and of the checksum. Arithmetic only: addresses are numbers, of memory of any device, and nothing here
+reads them.
 """
 
 from __future__ import annotations
@@ -15,45 +16,132 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.pages.layout import KvLayout
+from engine.pages.share import Plane, PlaneRun, Share, planes
 
 Int64s = npt.NDArray[np.int64]
-WIDE_BYTES = 16  # what one thread loads at once, where addresses and rows allow
+WIDE_BYTES = 16  # what one thread loads at once, where addresses and sizes allow
 WORD_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartTable:
-    """`addresses[p]` is where row 0 of part p begins, `row_bytes[p]` how long each of its rows is."""
+    """Arrays of one number for each part. Sizes are in bytes."""
 
-    addresses: Int64s
-    row_bytes: Int64s
+    planes: Int64s  # K or V of a layer, counted from the first layer that is asked for
+    addresses: Int64s  # of page 0
+    page_bytes: Int64s  # of the part in a page
+    starts: Int64s  # of the part among a whole token's bytes
+    run_bytes: Int64s  # of the part in a token
+    tokens: Int64s  # of a page
+    token_bytes: Int64s  # of a whole token
 
     @property
     def num_parts(self) -> int:
         return len(self.addresses)
 
     @property
-    def is_wide(self) -> bool:
-        """Whether every row begins and ends on a 16-byte boundary."""
-        return not ((self.addresses | self.row_bytes) % WIDE_BYTES).any()
+    def is_cut(self) -> bool:
+        """Whether a part is less than its plane."""
+        return bool((self.run_bytes != self.token_bytes).any())
 
     @property
     def has_words(self) -> bool:
-        """Whether every row is whole, aligned 8-byte words."""
-        return not ((self.addresses | self.row_bytes) % WORD_BYTES).any()
+        """Whether every run is whole, aligned 8-byte words."""
+        runs = self.run_bytes | self.starts if self.is_cut else self.page_bytes
+        return not ((self.addresses | runs) % WORD_BYTES).any()
 
 
-def pages_at(layout: KvLayout, address: int, layers: range) -> PartTable:
-    """The pages of `layers` in a worker's KV memory that begins at `address`."""
-    offsets = [offset for i in layers for offset in (layout.k_offset(i), layout.v_offset(i))]
-    return PartTable(_int64s(offsets) + address, _row_bytes(layout, layers))
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyTable:
+    """What parts of two workers have in common. Sizes are in bytes: of a page, and of a token in it, on each side."""
+
+    src: Int64s
+    dst: Int64s
+    run_bytes: Int64s
+    runs: Int64s  # of a page
+    src_page_bytes: Int64s
+    dst_page_bytes: Int64s
+    src_run_bytes: Int64s  # from a run to the next
+    dst_run_bytes: Int64s
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether every run begins and ends on a 16-byte boundary."""
+        at = self.src | self.dst | self.run_bytes | self.src_run_bytes | self.dst_run_bytes
+        return not (at % WIDE_BYTES).any()
+
+    @property
+    def is_cut(self) -> bool:
+        return bool((self.runs > 1).any())
+
+
+def common(src: PartTable, dst: PartTable) -> CopyTable:
+    """Whole pages are one run; of others, each token's heads are."""
+    ends = [table.starts + table.run_bytes for table in (src, dst)]
+    first = np.maximum(src.starts[:, None], dst.starts)
+    last = np.minimum(ends[0][:, None], ends[1])
+    i, j = np.nonzero((src.planes[:, None] == dst.planes) & (first < last))
+    start, nbytes = first[i, j], (last - first)[i, j]
+    is_whole = (src.run_bytes[i] == nbytes) & (dst.run_bytes[j] == nbytes)
+    tokens = src.tokens[i]
+    return CopyTable(
+        src=src.addresses[i] + start - src.starts[i],
+        dst=dst.addresses[j] + start - dst.starts[j],
+        run_bytes=np.where(is_whole, nbytes * tokens, nbytes),
+        runs=np.where(is_whole, 1, tokens),
+        src_page_bytes=src.page_bytes[i],
+        dst_page_bytes=dst.page_bytes[j],
+        src_run_bytes=np.where(is_whole, src.page_bytes[i], src.run_bytes[i]),
+        dst_run_bytes=np.where(is_whole, dst.page_bytes[j], dst.run_bytes[j]),
+    )
+
+
+class Places:
+    """Where a worker's pages stand, whoever of its processes has them."""
+
+    def __init__(self, layout: KvLayout, shares: Sequence[tuple[Share, int]]) -> None:
+        """`shares`: with the address of each."""
+        self.layout = layout
+        runs = [(share.runs(layout), address) for share, address in shares]
+        self._planes: list[tuple[Plane, list[tuple[PlaneRun, int]]]] = []
+        for layer in range(layout.num_layers):
+            there = [(of_share[layer], address) for of_share, address in runs if layer in of_share]
+            for which, plane in enumerate(planes(layout, layer)):
+                self._planes.append((plane, [(pair[which], address) for pair, address in there]))
+
+    def to_write(self, layers: range) -> PartTable:
+        """A head that several have is in it several times."""
+        return self._table(layers, lambda runs: runs)
+
+    def to_read(self, layers: range) -> PartTable:
+        """Every head once."""
+        return self._table(layers, lambda runs: list({run.start: (run, at) for run, at in reversed(runs)}.values()))
+
+    def _table(self, layers: range, choose: Any) -> PartTable:
+        chosen = self._planes[2 * layers.start : 2 * layers.stop]
+        rows = [
+            (n, at + run.offset, plane.tokens * run.nbytes, run.start, run.nbytes, plane.tokens, plane.token_bytes)
+            for n, (plane, runs) in enumerate(chosen)
+            for run, at in choose(runs)
+        ]
+        return PartTable(*_int64s(rows).T)
 
 
 def buffer_at(layout: KvLayout, address: int, layers: range, num_pages: int) -> PartTable:
-    """The same pages, `num_pages` of them, gathered without gaps at `address`: row i is the i-th page."""
-    row_bytes = _row_bytes(layout, layers)
-    ends = np.cumsum(row_bytes * num_pages)
-    return PartTable(ends - row_bytes * num_pages + address, row_bytes)
+    """Whole pages, `num_pages` of them, gathered without gaps at `address`: row i is the i-th page."""
+    parts = [plane for layer in layers for plane in planes(layout, layer)]
+    token_bytes, tokens = _int64s([plane.token_bytes for plane in parts]), _int64s([plane.tokens for plane in parts])
+    page_bytes = token_bytes * tokens
+    ends = np.cumsum(page_bytes * num_pages)
+    addresses = ends - page_bytes * num_pages + address
+    starts = np.zeros_like(tokens)
+    return PartTable(np.arange(len(parts)), addresses, page_bytes, starts, token_bytes, tokens, token_bytes)
+
+
+def part_at(address: int, run_bytes: int, token_bytes: int, tokens: int = 2) -> PartTable:
+    """One part of a lone plane: the first of its heads."""
+    columns = (0, address, tokens * run_bytes, 0, run_bytes, tokens, token_bytes)
+    return PartTable(*(_int64s([number]) for number in columns))
 
 
 def check_pages(pages: Sequence[int], num_pages: int) -> Int64s:
@@ -62,10 +150,6 @@ def check_pages(pages: Sequence[int], num_pages: int) -> Int64s:
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < num_pages:
         raise ValueError(f"pages {int(index.min())} to {int(index.max())} of {num_pages} are to be copied")
     return index
-
-
-def _row_bytes(layout: KvLayout, layers: range) -> Int64s:
-    return _int64s([nbytes for i in layers for nbytes in (layout.k_page_bytes(i), layout.v_page_bytes(i))])
 
 
 def _int64s(values: Any) -> Int64s:

@@ -4,9 +4,10 @@
           .join    all have loaded -> each has its seat (collectives.py) -> projections meet -> Ranks
     Ranks.run      the step's arrays go to every rank, and all run it at once
 
-Only the leader has a policy, a driver and a sampler. The other ranks run the steps that it sends and keep nothing but
-weights: the KV pages are the leader's, mapped by all, each rank reading and writing its own heads. Once a rank is lost,
-or a step has failed anywhere, the ranks are out of step for good: every later call raises EngineBroken.
+Only the leader has a policy, a driver and a sampler. The other ranks run the steps that it sends, over pages of the
+same numbers, each with a share of its own (engine/pages/share.py), which the leader opens: its KvMemory reaches them
+all. Once a rank is lost, or a step has failed anywhere, the ranks are out of step for good: every later call raises
+EngineBroken.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -24,14 +25,17 @@ from engine.attention import hooks
 from engine.attention.base import StepMeta
 from engine.attention.probe import Probe
 from engine.options import EngineOptions
+from engine.pages.host_memory import check_free
+from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory, LayerPages
+from engine.pages.share import Share
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_seats
 from engine.parallel.frames import Frame
 from engine.parallel.meetings import Cut, connect
-from engine.parallel.messages import memory_frame, step_frame
+from engine.parallel.messages import copies_frame, memory_frame, share_of, step_frame
 from engine.parallel.processes import Processes
-from engine.parallel.shard import HeadSlice, Shard
+from engine.parallel.shard import Shard
 from engine.weights.config import load_config
 from engine.weights.loader import set_attention
 
@@ -97,9 +101,10 @@ class Ranks:
     def __init__(self, processes: Processes, shard: Shard, collectives: Collectives) -> None:
         self._processes = processes
         self._shard = shard
+        self._share = Share(shard.rank, shard.size)
         self._collectives = collectives
         self._finalizer = weakref.finalize(self, processes.close)  # whoever forgets to close leaves no process
-        self._mapped: tuple[KvMemory, HeadSlice] | None = None  # what the ranks have mapped, and this rank's of it
+        self._memory: KvMemory | None = None  # what the ranks have a share of
         self._on_layer: Callable[[int], None] | None = None  # of the step that runs
 
     def run(
@@ -112,11 +117,30 @@ class Ranks:
     ) -> torch.Tensor:
         """The logits of a step that all ranks run over `memory`. Raises EngineBroken."""
         self.check()
-        pages = self._map(memory)
+        assert memory is self._memory, "the ranks have a share of the last memory only"
         self._processes.send(step_frame(meta, rows))
         self._on_layer = on_layer
         with self._processes.in_step():
-            return run_alone(pages, meta, rows, None)
+            return run_alone(memory, meta, rows, None)
+
+    def allocate(self, layout: KvLayout, device: torch.device) -> KvMemory:
+        """Pages of which each rank has its share, in memory of its own; what they had before they give up.
+
+        Raises ValueError when there is not so much memory, EngineBroken.
+        """
+        self._memory = None
+        check_free(sum(Share(rank, self._shard.size).of(layout).total_bytes for rank in range(self._shard.size)))
+        answers = self._processes.ask(memory_frame(layout), "share", MEET_TIMEOUT_S)
+        others = [share_of(answer, layout) for answer in answers]
+        self._memory = KvMemory(layout, str(device), share=self._share, others=others)
+        return self._memory
+
+    def poison(self) -> None:
+        self._processes.send(Frame("poison"))
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """In the other ranks' shares. Raises EngineBroken."""
+        self._processes.send(copies_frame(copies))
 
     def on_met(self, layer: int) -> None:
         """All ranks have written the layer's KV."""
@@ -135,9 +159,3 @@ class Ranks:
     @property
     def pids(self) -> tuple[int, ...]:
         return self._processes.pids
-
-    def _map(self, memory: KvMemory) -> HeadSlice:
-        if self._mapped is None or self._mapped[0] is not memory:
-            self._processes.send(memory_frame(memory))
-            self._mapped = memory, HeadSlice(memory, self._shard)
-        return self._mapped[1]

@@ -1,15 +1,22 @@
-"""What the leader tells the other ranks, as frames: a step's arrays, and the KV pages that steps run over.
+"""What the leader and the other ranks tell each other, as frames: a step's arrays, and of the pages that it runs over
+which share each has, and where.
 
 The leader has packed the step; the ranks take its arrays as they are, so that all have the same rows, padding included.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
 import torch
 
 from engine.attention.base import StepMeta
 from engine.pages.layout import KvLayout, LayerKv
-from engine.pages.memory import KvMemory
+from engine.pages.memory import KvMemory, ShareBytes
+from engine.pages.share import Share
 from engine.parallel.frames import Frame
 
 
@@ -45,9 +52,8 @@ def step_of(frame: Frame) -> tuple[StepMeta, torch.Tensor | None]:
     return meta, arrays.get("rows")
 
 
-def memory_frame(memory: KvMemory) -> Frame:
-    assert memory.fd is not None, "the ranks of a worker share CPU memory"
-    layout = memory.layout
+def memory_frame(layout: KvLayout) -> Frame:
+    """Asks a rank for its share of so many pages."""
     attentions = [layer for layer in layout.layers if isinstance(layer, LayerKv)]  # no other is cut
     fields = {
         "page_size": layout.page_size,
@@ -55,13 +61,30 @@ def memory_frame(memory: KvMemory) -> Frame:
         "num_pages": layout.num_pages,
         "layers": [[layer.kv_heads, layer.k_dim, layer.v_dim] for layer in attentions],
     }
-    return Frame("memory", fields, files=(memory.fd,))
+    return Frame("memory", fields)
 
 
-def memory_of(frame: Frame) -> KvMemory:
-    """The leader's pages, mapped here; closing it closes the file, and what is shown stays mapped."""
+def layout_of(frame: Frame) -> KvLayout:
     fields = frame.fields
     layers = tuple(LayerKv(*map(int, layer)) for layer in fields["layers"])
-    layout = KvLayout(int(fields["page_size"]), str(fields["dtype"]), layers, int(fields["num_pages"]))
+    return KvLayout(int(fields["page_size"]), str(fields["dtype"]), layers, int(fields["num_pages"]))
+
+
+def share_frame(memory: KvMemory) -> Frame:
+    """What a rank answers: its share, for the leader to open."""
+    assert memory.fd is not None, "on a CPU a share is a file"
+    return Frame("share", {"share": str(memory.share)}, files=(memory.fd,))
+
+
+def share_of(frame: Frame, layout: KvLayout) -> ShareBytes:
+    share = Share.read(frame.fields["share"])
     [fd] = frame.files
-    return KvMemory(layout, fd=fd)
+    return ShareBytes(share=share, num_bytes=share.of(layout).total_bytes, fd=fd, close=partial(os.close, fd))
+
+
+def copies_frame(copies: Sequence[tuple[int, int]]) -> Frame:
+    return Frame("copy", arrays={"pages": np.array(copies, np.int64)})
+
+
+def copies_of(frame: Frame) -> list[tuple[int, int]]:
+    return [(source, target) for source, target in frame.arrays["pages"].tolist()]

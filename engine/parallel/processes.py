@@ -33,6 +33,7 @@ SEND_TIMEOUT_S = 30.0  # a process that lives and reads nothing
 NEWS_S = 0.5  # what failed here may be what a rank's end brought about, which is heard of a moment later
 LOOK_S = 0.5
 STOPPED_LOOKS = 4  # in a row that find a rank stopped (SIGSTOP): nothing is heard of it, and in a step all wait for it
+ANSWERS = ("share",)
 END_TIMEOUT_S = 2.0  # that a rank whose socket has closed may take to end
 
 
@@ -47,6 +48,7 @@ class Processes:
         self._channels: dict[int, Channel] = {}
         self._changed = threading.Condition()
         self._loaded: set[int] = set()
+        self._answers: dict[int, Frame] = {}  # to what all were asked last
         self._refused = ""
         self._broken = ""
         self._stopped: Counter[int] = Counter()  # looks in a row that found a rank so
@@ -95,6 +97,21 @@ class Processes:
             self._channels[rank].send(frame)
         except OSError as error:
             raise self.broke(f"rank {rank} takes no step: {error.strerror or error}") from error
+
+    def ask(self, frame: Frame, kind: str, timeout_s: float) -> list[Frame]:
+        """Send it to every rank, and wait for an answer of that kind from each, in their order. Raises EngineBroken."""
+        with self._changed:
+            self._answers.clear()
+        self.send(frame)
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: len(self._answers) == len(self._processes) or bool(self._broken), timeout_s
+            )
+        self.check()
+        answers = [self._answers[rank] for rank in self._channels if rank in self._answers]
+        if not done or any(answer.kind != kind for answer in answers):
+            raise self.broke(f"the ranks have not answered {frame.kind!r} after {timeout_s:g} s")
+        return answers
 
     def wait_loaded(self, timeout_s: float) -> None:
         """Raises UnsupportedModel for what a rank refuses, EngineBroken when one is lost or late."""
@@ -182,12 +199,14 @@ class Processes:
         if frame is None:
             self._lose(f"rank {rank} {_end_of(self._processes[rank])}")
             return
-        if frame.kind not in ("loaded", "refused"):
+        if frame.kind not in ("loaded", "refused", *ANSWERS):
             self._lose(f"rank {rank} failed: {frame.fields.get('reason', frame.kind)}")
             return
         with self._changed:
             if frame.kind == "loaded":
                 self._loaded.add(rank)
+            elif frame.kind in ANSWERS:
+                self._answers[rank] = frame
             else:
                 self._refused = self._refused or str(frame.fields["reason"])
             self._changed.notify_all()

@@ -2,8 +2,8 @@
 
     begin (options, rank) -> load, cut, prepare -> loaded | refused -> seat -> [memory, step ...] until the leader ends
 
-It decides nothing and keeps no queue: it runs the steps that the leader sends, over the leader's KV pages. It ends with
-the leader: by the kernel's signal when that dies, by the end of its socket otherwise.
+It decides nothing and keeps no queue: it runs the steps that the leader sends, over its share of the pages. It ends
+with the leader: by the kernel's signal when that dies, by the end of its socket otherwise.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from engine.attention import hooks
 from engine.loading.cpu import CpuPlatform
 from engine.options import EngineOptions
 from engine.paged_model import PagedModel
+from engine.pages.memory import KvMemory
+from engine.pages.share import Share
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.meetings import Cut, connect
-from engine.parallel.messages import memory_of, step_of
-from engine.parallel.shard import HeadSlice, Shard
+from engine.parallel.messages import copies_of, layout_of, share_frame, step_of
+from engine.parallel.shard import Shard
 from engine.process import LOG_FORMAT, pin_process, sentence_of
 from engine.weights import loader, ropes
 from engine.weights.config import served_config
@@ -70,27 +72,37 @@ class Rank:
         self._channel = channel
         self._shard = shard
         self._part = part
-        self._pages: HeadSlice | None = None  # until the leader has sent its memory
+        self._memory: KvMemory | None = None  # until the leader has asked for it
 
     def serve(self) -> None:
         """Run what the leader sends until it ends."""
         while (frame := self._channel.receive()) is not None:
             if frame.kind == "step":
                 self._step(frame)
+            elif frame.kind == "copy":
+                self._pages.copy_pages(copies_of(frame))
             elif frame.kind == "memory":
-                self._map(frame)
+                self._allocate(frame)
+            elif frame.kind == "poison":
+                self._pages.poison()
             elif frame.kind == "seat":
                 collectives = Collectives(frame.files, self._shard, float(frame.fields["timeout_s"]))
                 connect(self._part.cuts, collectives, _nobody)
 
-    def _map(self, frame: Frame) -> None:
-        memory = memory_of(frame)
-        self._pages = HeadSlice(memory, self._shard)
-        memory.close()
+    @property
+    def _pages(self) -> KvMemory:
+        assert self._memory is not None, "a step before its memory"
+        return self._memory
+
+    def _allocate(self, frame: Frame) -> None:
+        self._memory = None  # its bytes are free before others are taken
+        share = Share(self._shard.rank, self._shard.size)
+        self._memory = KvMemory(layout_of(frame), str(self._part.model.device), share=share)
+        self._channel.send(share_frame(self._memory))
+        self._memory.close()  # of its file the leader has its own
 
     def _step(self, frame: Frame) -> None:
         meta, rows = step_of(frame)
-        assert self._pages is not None, "a step before its memory"
         self._part.model.run_alone(self._pages, meta, rows)
 
 

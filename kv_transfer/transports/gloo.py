@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from engine.pages.memory import KvMemory
-from engine.pages.rows import PageRows, Seen
+from engine.pages.rows import Seen
 from kv_transfer.base import Segment, TransferError
 from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, TwoRankGroup, first_line
 
@@ -102,7 +102,7 @@ def _tag(data: torch.Tensor) -> int:
 
 class CpuStaging:
     def __init__(self, memory: KvMemory) -> None:
-        self._rows = PageRows(memory.layout, memory.bytes.numpy())
+        self._rows = memory.rows
         self._buffers: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from weakref import WeakValueDictionary
 
 from engine.pages.memory import KvMemory
-from engine.pages.rows import PageRows, Seen
+from engine.pages.rows import Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
 
 _offers: WeakValueDictionary[str, LoopbackReceiveEnd] = WeakValueDictionary()  # by token, while the receiver lives
@@ -21,7 +21,7 @@ class LoopbackReceiveEnd:
     mapped_inode = 0
 
     def __init__(self, memory: KvMemory) -> None:
-        self.rows = PageRows(memory.layout, memory.bytes.numpy())
+        self.rows = memory.rows
         self.is_closed = False
         self.sender_closed = False
         self._token = secrets.token_hex(16)
@@ -55,7 +55,7 @@ class LoopbackSendEnd:
     one_sided = True
 
     def __init__(self, memory: KvMemory, receiver: LoopbackReceiveEnd, peer: str) -> None:
-        self._rows = PageRows(memory.layout, memory.bytes.numpy())
+        self._rows = memory.rows
         self._receiver = receiver
         self._peer = peer
         self._aborted = False

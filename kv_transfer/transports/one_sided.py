@@ -1,34 +1,46 @@
 """The ends of a transport between two processes of one host, whose prefill side writes into the pages by itself.
 
-What differs is how the pages are reached and copied; that a peer is dead, and that a side has ended, is told by the
+The receiver offers each of its shares (engine/pages/share.py), and the sender writes into all. What differs is how the
+pages are reached and copied; that a peer is dead, and that a side has ended, is told by the
 pair's file (pair_file.py) alike.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
 from engine.pages.rows import Seen
+from engine.pages.share import Share, check_whole
 from kv_transfer.base import Segment, TransferError
 from kv_transfer.transports.pair_file import DecodePairFile, PrefillPairFile
+
+SEPARATOR = ","  # between what is said of each share
+
+
+def column(params: Mapping[str, str], key: str) -> list[str]:
+    """What is said of each share."""
+    return params[key].split(SEPARATOR)
 
 
 class OneSidedReceiveEnd:
     one_sided = True
 
-    def __init__(self, transport: str, layout: KvLayout, params: Mapping[str, str]) -> None:
-        """`params`: how the pages of `layout` are reached."""
+    def __init__(
+        self, transport: str, memory: KvMemory, columns: Mapping[str, Sequence[object]], params: Mapping[str, str]
+    ) -> None:
+        """`columns`: how each of the memory's shares is reached; `params`: what else there is to say."""
         self._transport = transport
         self._pair_file = DecodePairFile()
         self._is_aborted = False
+        shares = memory.shares
+        columns = {**columns, "share": [each.share for each in shares], "bytes": [each.num_bytes for each in shares]}
         self._params = {
             **self._pair_file.params,
-            "bytes": str(layout.total_bytes),
-            "num_pages": str(layout.num_pages),
+            "num_pages": str(memory.layout.num_pages),
+            **{key: SEPARATOR.join(map(str, column)) for key, column in columns.items()},
             **params,
         }
 
@@ -75,9 +87,11 @@ class OneSidedSendEnd(ABC):
         self._is_aborted = False
         self._is_closed = False
         self._target_layout = replace(memory.layout, num_pages=int(params["num_pages"]))
-        theirs, ours = int(params["bytes"]), self._target_layout.total_bytes
-        if theirs != ours:
-            raise TransferError(f"{peer} says its KV has {theirs} bytes, but its layout has {ours}")
+        self._target_shares = [Share.read(text) for text in column(params, "share")]
+        check_whole(self._target_layout, self._target_shares)
+        for share, theirs in zip(self._target_shares, map(int, column(params, "bytes")), strict=True):
+            if theirs != (ours := share.of(self._target_layout).total_bytes):
+                raise TransferError(f"{peer} says its KV has {theirs} bytes, but its layout has {ours}")
         self._pair_file = PrefillPairFile(params, peer)
 
     def send(self, segment: Segment, seen: Seen | None = None) -> None:

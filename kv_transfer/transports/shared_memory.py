@@ -1,7 +1,7 @@
 """shared_memory moves KV between two processes of one host at the speed of memcpy. CPU memory only.
 
-One-sided: the decode worker's KV memory is an anonymous file (memfd); the prefill side opens it through
-/proc/PID/fd/FD, maps it and copies pages straight into it, once.
+One-sided: the decode worker's KV memory is an anonymous file (memfd), or one for each of its ranks; the prefill side
+opens it through /proc/PID/fd/FD, maps it and copies pages straight into it, once.
 
 Nothing is left behind by a killed process: this file and the pair's vanish with their last user.
 """
@@ -14,30 +14,37 @@ from collections.abc import Mapping
 import numpy as np
 
 from engine.pages.memory import KvMemory
-from engine.pages.rows import PageRows, Seen
+from engine.pages.rows import Bytes, PageRows, Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
-from kv_transfer.transports.one_sided import OneSidedReceiveEnd, OneSidedSendEnd
+from kv_transfer.transports.one_sided import OneSidedReceiveEnd, OneSidedSendEnd, column
 from kv_transfer.transports.pair_file import map_file
 
 
 class SharedMemorySendEnd(OneSidedSendEnd):
     def __init__(self, memory: KvMemory, params: Mapping[str, str], peer: str) -> None:
         super().__init__("shared_memory", memory, params, peer)
-        num_bytes = self._target_layout.total_bytes
         try:
-            self._map = map_file(int(params["pid"]), int(params["fd"]), num_bytes, peer, inode=int(params["inode"]))
+            maps = self._map_all(params)
         except BaseException:
             self._pair_file.close()  # nothing was ever written
             raise
-        self._source = PageRows(memory.layout, memory.bytes.numpy())
-        self._target = PageRows(self._target_layout, np.frombuffer(self._map, np.uint8))
+        self._source = memory.rows
+        self._target = PageRows(self._target_layout, list(zip(self._target_shares, maps, strict=True)))
+
+    def _map_all(self, params: Mapping[str, str]) -> list[Bytes]:
+        pid, files = int(params["pid"]), zip(column(params, "fd"), column(params, "inode"), strict=True)
+        sizes = [share.of(self._target_layout).total_bytes for share in self._target_shares]
+        return [
+            np.frombuffer(map_file(pid, int(fd), num_bytes, self._peer, inode=int(inode)), np.uint8)
+            for (fd, inode), num_bytes in zip(files, sizes, strict=True)
+        ]
 
     def _copy(self, segment: Segment, seen: Seen | None) -> None:
         self._target.copy_from(self._source, segment.layers, segment.src_pages, segment.dst_pages, seen)
 
     def _release(self) -> None:
         self._pair_file.close()
-        del self._target, self._map  # with their last user goes the map, and with a dead peer's last map its memory
+        del self._target  # with it go the maps, and with a dead peer's last map its memory
 
 
 class SharedMemoryTransport:
@@ -48,8 +55,9 @@ class SharedMemoryTransport:
     def offer(self, memory: KvMemory, *, peer: str, wire: Wire) -> ReceiveEnd:
         if memory.fd is None:
             raise TransferError(f"shared_memory wants KV in a CPU memfd, and this worker's is on {memory.device}")
-        inode = os.fstat(memory.fd).st_ino
-        return OneSidedReceiveEnd(self.name, memory.layout, {"fd": str(memory.fd), "inode": str(inode)})
+        files = [each.fd for each in memory.shares if each.fd is not None]
+        inodes = [os.fstat(fd).st_ino for fd in files]
+        return OneSidedReceiveEnd(self.name, memory, {"fd": files, "inode": inodes}, {})
 
     def connect(self, memory: KvMemory, params: Mapping[str, str], *, peer: str, wire: Wire) -> SendEnd:
         if memory.device != "cpu":

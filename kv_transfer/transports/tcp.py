@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
-from engine.pages.rows import PageRows, Seen
+from engine.pages.rows import Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
 from kv_transfer.plan import MAX_SEGMENT_BYTES
 from kv_transfer.transports.pair_socket import PairListener, dial, first_words, shut
@@ -49,7 +49,7 @@ class _End:
 
     def __init__(self, memory: KvMemory, peer: str, timeout_s: float) -> None:
         self._layout: KvLayout = memory.layout
-        self._rows = PageRows(memory.layout, memory.bytes.numpy())
+        self._rows = memory.rows
         self._peer = peer
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # `abort` comes from another thread

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from engine.pages.memory import KvMemory
-from engine.pages.page_table import Int64s, PartTable
+from engine.pages.page_table import Int64s, PartTable, common
 from kv_transfer.base import TransferError
 from kv_transfer.transports.gpu.cuda_ipc import CudaIpcTransport
 from kv_transfer.transports.gpu.nccl import Nccl
@@ -113,16 +113,25 @@ def current_queue() -> FakeQueue | None:
 
 
 def row_bytes(parts: PartTable, rows: Int64s) -> Iterator[bytes]:
-    for address, nbytes in zip(parts.addresses.tolist(), parts.row_bytes.tolist(), strict=True):
+    """Of whole pages, plane after plane; a token's heads may be in several places."""
+    for plane in np.unique(parts.planes):
+        there = np.flatnonzero(parts.planes == plane)
+        there = there[np.argsort(parts.starts[there])]
         for row in rows.tolist():
-            yield ctypes.string_at(address + row * nbytes, nbytes)
+            for token in range(int(parts.tokens[there[0]])):
+                for part in there:
+                    at = parts.addresses[part] + row * parts.page_bytes[part] + token * parts.run_bytes[part]
+                    yield ctypes.string_at(int(at), int(parts.run_bytes[part]))
 
 
 def copy_rows(src: PartTable, dst: PartTable, src_rows: Int64s, dst_rows: Int64s) -> None:
-    assert src.row_bytes.tolist() == dst.row_bytes.tolist()
-    for part, nbytes in enumerate(src.row_bytes.tolist()):
+    both = common(src, dst)
+    for part, nbytes in enumerate(both.run_bytes.tolist()):
         for s, d in zip(src_rows.tolist(), dst_rows.tolist(), strict=True):
-            ctypes.memmove(int(dst.addresses[part]) + d * nbytes, int(src.addresses[part]) + s * nbytes, nbytes)
+            for run in range(int(both.runs[part])):
+                from_at = both.src[part] + s * both.src_page_bytes[part] + run * both.src_run_bytes[part]
+                to_at = both.dst[part] + d * both.dst_page_bytes[part] + run * both.dst_run_bytes[part]
+                ctypes.memmove(int(to_at), int(from_at), nbytes)
 
 
 @dataclass(eq=False)
@@ -146,7 +155,7 @@ class FakeGpu:
     def export(self, memory: KvMemory) -> tuple[bytes, int]:
         if memory.fd is None:
             raise TransferError("the fake GPU exports memfds only")
-        return f"{os.getpid()}/{memory.fd}/{memory.layout.total_bytes}".encode().ljust(HANDLE_BYTES, b"\0"), 0
+        return f"{os.getpid()}/{memory.fd}/{len(memory.bytes)}".encode().ljust(HANDLE_BYTES, b"\0"), 0
 
     def open(self, handle: bytes) -> int:
         pid, fd, nbytes = handle.rstrip(b"\0").decode().split("/")
@@ -233,5 +242,6 @@ class FakeGroup:
 
 _gpu = FakeGpu()
 _nccl = FakeNccl()
+ON_GPU = ("cuda_ipc", "nccl")  # the transports that run on it
 CUDA_IPC = CudaIpcTransport(lambda device: _gpu)
 NCCL = ProcessGroupTransport(lambda memory, host: Nccl(FakeGpu(uuid=f"GPU-{id(memory)}"), _nccl.make))

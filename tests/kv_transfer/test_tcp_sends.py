@@ -42,7 +42,7 @@ def test_a_socket_that_takes_little_gets_all_of_many_views() -> None:
 def test_batches_hold_the_bytes_of_blocks_in_pieces_for_one_call(is_scattered: bool) -> None:
     layout = KvLayout(16, "bfloat16", (NARROW, WIDE, WIDE, NARROW, WIDE), 60)
     data = np.random.default_rng(1).integers(0, 256, layout.total_bytes, dtype=np.uint8)
-    rows, pages = PageRows(layout, data), list(range(3, 57))
+    rows, pages = PageRows.of_one(layout, data), list(range(3, 57))
     if is_scattered:
         random.Random(2).shuffle(pages)
     wanted = b"".join(block.tobytes() for block in rows.blocks(range(5), pages))

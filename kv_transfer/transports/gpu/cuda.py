@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.pages.memory import KvMemory
-from engine.pages.page_table import Int64s, PartTable
+from engine.pages.page_table import Int64s, PartTable, part_at
 from kv_transfer.base import TransferError
 from kv_transfer.transports.gpu import driver
 from kv_transfer.transports.gpu.device import CopyQueue, Gpu
@@ -115,14 +115,15 @@ class CudaGpu:
         return queue
 
     def _warm_up(self, queue: CudaQueue) -> None:
-        """Compile the kernels now, not in the first handoff, for rows of whole words and for any others."""
+        """Compile the kernels now, not in the first handoff: for words and bytes, for whole pages and cut ones."""
         with queue.current():
-            scratch = torch.zeros(128, dtype=torch.uint8, device=self._device)
-        first_row, address = np.zeros(1, np.int64), np.array([scratch.data_ptr()])
-        for row_bytes in (32, 31):
-            source = PartTable(address, np.array([row_bytes]))
-            queue.copy(source, PartTable(address + 64, source.row_bytes), first_row, first_row)
-            queue.digest(source, first_row)
+            scratch = torch.zeros(256, dtype=torch.uint8, device=self._device)
+        first_row, address = np.zeros(1, np.int64), scratch.data_ptr()
+        for run_bytes in (32, 30):
+            source, target = (part_at(at, run_bytes, run_bytes) for at in (address, address + 128))
+            for part in (source, part_at(address, run_bytes // 2, run_bytes)):
+                queue.copy(part, target, first_row, first_row)
+                queue.digest(part, first_row)
         self._is_warm = True
 
     def export(self, memory: KvMemory) -> tuple[bytes, int]:

@@ -1,8 +1,9 @@
 """cuda_ipc moves KV between two processes of one host, on one GPU or on two: the sender's kernel writes the pages.
 
 One-sided, as shared_memory is (../one_sided.py). The receiver exports the allocation that holds its pages as a CUDA IPC
-handle; the sender opens it once for the pair and copies a segment's pages, of all its layers, in one launch on a stream
-of its own. On another GPU the copy goes over NVLink or PCIe (peer access).
+handle, and those of its other ranks, which it has from them; the sender opens each once for the pair and copies a
+segment's pages, of all its layers and ranks, in one launch on a stream of its own. On another GPU the copy goes over
+NVLink or PCIe (peer access).
 
     engine's stream  --event, recorded when a layer's KV was launched--> copy --the pair's events--> receiver's stream
 
@@ -23,13 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakValueDictionary
 
 from engine.pages.memory import KvMemory
-from engine.pages.page_table import Int64s, check_pages, pages_at
+from engine.pages.page_table import Int64s, Places, check_pages
 from engine.pages.rows import Seen
 from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Wire
 from kv_transfer.checksum import Checksummer
 from kv_transfer.transports.gpu.cuda import gpu_of
 from kv_transfer.transports.gpu.device import Gpu
-from kv_transfer.transports.one_sided import OneSidedReceiveEnd, OneSidedSendEnd
+from kv_transfer.transports.one_sided import OneSidedReceiveEnd, OneSidedSendEnd, column
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,9 @@ _in_process: WeakValueDictionary[str, CudaIpcReceiveEnd] = WeakValueDictionary()
 class CudaIpcReceiveEnd(OneSidedReceiveEnd):
     def __init__(self, memory: KvMemory, gpu: Gpu, peer: str, timeout_s: float) -> None:
         handle, offset = gpu.export(memory)
-        super().__init__("cuda_ipc", memory.layout, {"handle": handle.hex(), "offset": str(offset), "gpu": gpu.uuid})
+        handles = [handle.hex(), *(other.handle.hex() for other in memory.others)]
+        offsets = [offset, *(other.offset for other in memory.others)]
+        super().__init__("cuda_ipc", memory, {"handle": handles, "offset": offsets}, {"gpu": gpu.uuid})
         self.memory = memory
         self.events: list[object] = []  # the pair's; set by a sender in this process, else opened from the note
         self._gpu = gpu
@@ -80,39 +83,43 @@ class CudaIpcSendEnd(OneSidedSendEnd):
         self._gpu = gpu
         self._timeout_s = timeout_s
         self._source = memory
-        self._opened: int | None = None
+        self._opened: list[int] = []
         try:
             self._queue = gpu.queue()
             made = [gpu.new_event() for _ in range(EVENTS)]
             self._events = [event for event, _ in made]
-            self._target_address = self._open_target(params, b"".join(handle for _, handle in made))
+            addresses = self._open_target(params, b"".join(handle for _, handle in made))
+            shares = list(zip(self._target_shares, addresses, strict=True))
+            self._target = Places(self._target_layout, shares)
         except BaseException:
             self._pair_file.close()  # nothing was ever written
+            self._close_opened()
             raise
 
-    def _open_target(self, params: Mapping[str, str], event_handles: bytes) -> int:
-        """The address of the receiver's pages here."""
+    def _open_target(self, params: Mapping[str, str], event_handles: bytes) -> list[int]:
+        """The addresses of the receiver's shares here."""
         if int(params["pid"]) == os.getpid():
             return self._find_here(params["nonce"])
-        self._opened = self._gpu.open(bytes.fromhex(params["handle"]))
+        for handle in column(params, "handle"):
+            self._opened.append(self._gpu.open(bytes.fromhex(handle)))
         self._pair_file.leave_note(event_handles)
-        return self._opened + int(params["offset"])
+        return [at + int(offset) for at, offset in zip(self._opened, column(params, "offset"), strict=True)]
 
-    def _find_here(self, nonce: str) -> int:
+    def _find_here(self, nonce: str) -> list[int]:
         receiver = _in_process.get(nonce)
         if receiver is None:
             raise TransferError(f"{self._peer} is not in this process any more; open a new pair")
         receiver.events = self._events
-        return receiver.memory.address
+        return [each.address for each in receiver.memory.shares]
 
     def _copy(self, segment: Segment, seen: Seen | None) -> None:
-        source, target = self._source, self._target_layout
+        source = self._source
         self._queue.wait_for(segment.after)
         self._queue.copy(
-            pages_at(source.layout, source.address, segment.layers),
-            pages_at(target, self._target_address, segment.layers),
+            source.places.to_read(segment.layers),
+            self._target.to_write(segment.layers),
             _checked(segment.src_pages, source.layout.num_pages, "our"),
-            _checked(segment.dst_pages, target.num_pages, f"{self._peer}'s"),
+            _checked(segment.dst_pages, self._target_layout.num_pages, f"{self._peer}'s"),
         )
         self._queue.record(self._events[segment.seq % EVENTS])
         self._queue.finish(self._timeout_s)
@@ -127,9 +134,13 @@ class CudaIpcSendEnd(OneSidedSendEnd):
             self._pair_file.close(has_stopped=False)
             return
         self._pair_file.close()
-        if self._opened is not None:
+        self._close_opened()
+
+    def _close_opened(self) -> None:
+        opened, self._opened = self._opened, []
+        for address in opened:
             try:
-                self._gpu.close(self._opened)
+                self._gpu.close(address)
             except TransferError as error:
                 log.warning("%s's memory stays open here: %s", self._peer, error)
 

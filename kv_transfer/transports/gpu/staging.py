@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from engine.pages.memory import KvMemory
-from engine.pages.page_table import Int64s, buffer_at, check_pages, pages_at
+from engine.pages.page_table import Int64s, buffer_at, check_pages
 from engine.pages.rows import Seen
 from kv_transfer.base import Segment, TransferError
 from kv_transfer.checksum import Checksummer
@@ -42,7 +42,7 @@ class GpuStaging:
         self.queue.wait_for(segment.after)
         index = _existing(pages, layout.num_pages)
         self.queue.copy(
-            pages_at(layout, self._memory.address, layers),
+            self._memory.places.to_read(layers),
             buffer_at(layout, out.data_ptr(), layers, len(pages)),
             index,
             check_pages(range(len(pages)), len(pages)),
@@ -61,7 +61,7 @@ class GpuStaging:
         self.queue.wait_for(None)
         self.queue.copy(
             buffer_at(layout, data.data_ptr(), layers, len(pages)),
-            pages_at(layout, self._memory.address, layers),
+            self._memory.places.to_write(layers),
             check_pages(range(len(pages)), len(pages)),
             index,
         )

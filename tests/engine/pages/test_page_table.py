@@ -16,7 +16,9 @@ import torch
 
 from engine.pages.layout import LayerKv
 from engine.pages.memory import KvMemory
-from engine.pages.page_table import PartTable, buffer_at, check_pages, pages_at
+from engine.pages.page_table import PartTable, buffer_at, check_pages, common, part_at
+from tests.engine.pages.test_shares import cut_memory, whole
+from tests.kv_transfer.fake_gpu import row_bytes
 from tests.kv_transfer.sides import LAYERS, assert_pages_moved, random_memory, snapshot
 
 ODD = (LayerKv(1, 3, 1), LayerKv(1, 1, 5))
@@ -24,11 +26,7 @@ BOTH = pytest.mark.parametrize("layers", [LAYERS, ODD], ids=["wide", "odd"])
 
 
 def rows_of(table: PartTable, rows: list[int]) -> bytes:
-    return b"".join(
-        ctypes.string_at(address + row * nbytes, nbytes)
-        for address, nbytes in zip(table.addresses.tolist(), table.row_bytes.tolist(), strict=True)
-        for row in rows
-    )
+    return b"".join(row_bytes(table, np.array(rows)))
 
 
 def wire_bytes(memory: KvMemory, layers: range, pages: list[int]) -> bytes:
@@ -40,7 +38,7 @@ def wire_bytes(memory: KvMemory, layers: range, pages: list[int]) -> bytes:
 def test_pages_stand_where_the_tensors_have_them(layers: tuple[LayerKv, ...]) -> None:
     memory = random_memory(9, layers=layers, device="cpu")
     chosen = range(1, len(layers))
-    table = pages_at(memory.layout, memory.address, chosen)
+    table = memory.places.to_read(chosen)
     assert rows_of(table, [4, 0, 8]) == wire_bytes(memory, chosen, [4, 0, 8])
 
 
@@ -54,11 +52,12 @@ def test_a_gathered_buffer_has_the_order_of_the_wire(layers: tuple[LayerKv, ...]
 
 
 def test_rows_are_wide_only_when_all_of_them_are() -> None:
-    table = PartTable(np.array([64, 128]), np.array([32, 48]))
-    assert table.is_wide
-    assert not PartTable(table.addresses + 8, table.row_bytes).is_wide
-    assert PartTable(table.addresses + 8, table.row_bytes).has_words
-    assert not PartTable(table.addresses, table.row_bytes + 4).has_words
+    table = part_at(64, 32, 32)
+    assert common(table, part_at(128, 32, 32)).is_wide
+    assert not common(table, part_at(136, 32, 32)).is_wide
+    assert not common(table, part_at(128, 24, 32)).is_wide
+    assert part_at(72, 24, 32).has_words
+    assert not part_at(72, 28, 32).has_words
 
 
 @pytest.mark.parametrize("pages", [[3, 9], [-1], [0, 10]])
@@ -87,8 +86,8 @@ def test_the_kernel_copies_pages_and_nothing_else(kernels: ModuleType, layers: t
     rng, before, chosen = random.Random(3), snapshot(target), range(1, len(layers))
     src, dst = rng.sample(range(23), 7), rng.sample(range(31), 7)
     kernels.copy_rows(
-        pages_at(source.layout, source.address, chosen),
-        pages_at(target.layout, target.address, chosen),
+        source.places.to_read(chosen),
+        target.places.to_write(chosen),
         check_pages(src, 23),
         check_pages(dst, 31),
         "cpu",
@@ -107,8 +106,23 @@ def reference_digest(data: bytes, *, has_words: bool) -> int:
 @BOTH
 def test_the_kernel_digests_the_bytes_of_the_wire(kernels: ModuleType, layers: tuple[LayerKv, ...]) -> None:
     memory, pages = random_memory(23, layers=layers, seed=4, device="cpu"), [5, 11, 2, 19]
-    table = pages_at(memory.layout, memory.address, range(len(layers)))
+    table = memory.places.to_read(range(len(layers)))
     wanted = reference_digest(wire_bytes(memory, range(len(layers)), pages), has_words=table.has_words)
     assert int(kernels.digest_rows(table, check_pages(pages, 23), "cpu").item()) == wanted
     swapped = kernels.digest_rows(table, check_pages(pages[::-1], 23), "cpu").item()
     assert int(swapped) != wanted
+
+
+@pytest.mark.parametrize(("source", "target"), [("two ranks", "whole"), ("whole", "two ranks in two stages")])
+def test_the_kernels_copy_and_digest_heads_wherever_they_stand(kernels: ModuleType, source: str, target: str) -> None:
+    (ours, *our_ranks), (theirs, *their_ranks) = cut_memory(source, 23, 1)[1], cut_memory(target, 31, 2)[1]
+    layers, src, dst = range(1, ours.layout.num_layers), [4, 19, 11], [30, 2, 7]
+    wanted = whole(ours, layers, src)
+    tables = ours.places.to_read(layers), theirs.places.to_write(layers)
+    kernels.copy_rows(*tables, check_pages(src, 23), check_pages(dst, 31), "cpu")
+    assert whole(theirs, layers, dst) == wanted
+    for memory, pages in ((ours, src), (theirs, dst)):
+        table = memory.places.to_read(layers)
+        found = kernels.digest_rows(table, check_pages(pages, memory.layout.num_pages), "cpu").item()
+        assert int(found) == reference_digest(wanted, has_words=table.has_words)
+    assert len(our_ranks) + len(their_ranks) == len(ours.others) + len(theirs.others)  # their memory was used

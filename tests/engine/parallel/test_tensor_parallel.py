@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -24,12 +25,10 @@ from engine.engine import Engine
 from engine.errors import EngineBroken, UnsupportedModel
 from engine.execution import run_step
 from engine.options import EngineOptions
-from engine.pages.layout import KvLayout, LayerKv
-from engine.pages.memory import KvMemory
+from engine.pages.layout import LayerKv
 from engine.parallel.leader import StartedRanks
-from engine.parallel.shard import HeadSlice, Shard
+from engine.parallel.shard import Shard
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
-from tests.engine.attention.contract import CASES, PREFILL_LENGTHS, Batch
 from tests.engine.test_engine import LENGTHS, MODELS, all_logits, page_tables, prompts, save
 from tests.zoo import make_tiny_model
 
@@ -83,6 +82,16 @@ def tokens_of(
     return [sequence[-NEW_TOKENS:] for sequence in sequences]
 
 
+def whole_pages(engine: Engine, layer: int, pages: list[int]) -> torch.Tensor:
+    """[K and V, pages, tokens, heads, head dim], whoever has the heads."""
+    layout = engine.layout
+    shape = layout.layers[layer]
+    assert isinstance(shape, LayerKv)
+    out = np.empty(len(pages) * layout.page_bytes(range(layer, layer + 1)), np.uint8)
+    engine.memory.rows.gather(range(layer, layer + 1), pages, out)
+    return torch.from_numpy(out.view(np.float32)).view(2, len(pages), layout.page_size, shape.kv_heads, shape.k_dim)
+
+
 def is_gone(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -120,14 +129,13 @@ def test_a_layer_is_reported_when_every_process_has_written_its_heads(pair: tupl
     ids = prompts((20,))[0]
     seen: dict[str, list[torch.Tensor]] = {"one": [], "two": []}
     for name, engine in (("one", one), ("two", two)):
-        for layer in range(engine.layout.num_layers):
-            engine.memory.k(layer).zero_()
-            engine.memory.v(layer).zero_()
+        everything = range(engine.layout.num_layers)
+        engine.memory.rows.scatter(everything, [4, 2], np.zeros(2 * engine.layout.page_bytes(), np.uint8))
 
         def copy_pages(layer: int, engine: Engine = engine, name: str = name) -> None:
             assert threading.current_thread() is threading.main_thread()
             assert layer == len(seen[name])
-            seen[name].append(torch.stack([engine.memory.k(layer)[[4, 2]], engine.memory.v(layer)[[4, 2]]]))
+            seen[name].append(whole_pages(engine, layer, [4, 2]))
 
         chunk = Chunk(request_id="a", token_ids=ids, start=0, block_table=[4, 2])
         engine.step(Step(chunks=[chunk], on_layer=copy_pages))
@@ -135,6 +143,7 @@ def test_a_layer_is_reported_when_every_process_has_written_its_heads(pair: tupl
     for layer, (got, wanted) in enumerate(zip(seen["two"], seen["one"], strict=True)):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, msg=f"layer {layer}")
         assert got[:, 0].abs().sum(-1).gt(0).all(), f"layer {layer}: a head is missing"
+    assert [other.num_bytes for other in two.memory.others] == [one.memory.bytes.nbytes // 2]
 
 
 def test_four_processes_give_the_same_tokens_and_a_lost_one_breaks_them_all(directories: dict[str, str]) -> None:
@@ -305,36 +314,3 @@ def test_a_cut_model_says_what_the_whole_one_says(name: str, tmp_path: Path) -> 
     for rank in range(2):
         torch.testing.assert_close(got[rank], wanted, rtol=1e-4, atol=1e-4)
         assert told[rank] == list(range(whole.config.num_hidden_layers))
-
-
-# A rank's heads in pages that hold all heads
-
-
-@pytest.mark.parametrize("backend", ["torch", "native"])
-def test_a_backend_on_some_heads_of_a_page_gives_the_bits_of_pages_of_their_own(backend: str) -> None:
-    from engine.attention.registry import make_backend
-
-    batch = Batch(CASES["grouped queries"], torch.bfloat16, make_backend(backend, torch.bfloat16), PREFILL_LENGTHS)
-    spans = {i: range(n) for i, n in enumerate(batch.lengths)}
-    wanted = batch.run(spans)
-    own = batch.k_pages, batch.v_pages
-    for first in (0, own[0].shape[2]):  # the lower half of the heads of wider pages, and the upper
-        wide = [torch.full_like(torch.cat((pages, pages), dim=2), float("nan")) for pages in own]
-        batch.k_pages, batch.v_pages = (pages[:, :, first : first + own[0].shape[2]] for pages in wide)
-        got = batch.run(spans)
-        assert all(torch.equal(got[i], wanted[i]) for i in spans)
-        for written, wide_pages, pages in zip((batch.k_pages, batch.v_pages), wide, own, strict=True):
-            assert torch.equal(written.nan_to_num(), pages.nan_to_num())
-            assert wide_pages.isnan().sum() == pages.isnan().sum() + pages.numel(), "the other heads' half is written"
-
-
-def test_slices_of_heads_are_the_whole_page_and_share_its_bytes() -> None:
-    memory = KvMemory(KvLayout(4, "float32", (LayerKv(4, 8, 16),) * 2, 3))
-    other = KvMemory(memory.layout, fd=os.dup(memory.fd or -1))
-    for rank in range(2):
-        HeadSlice(other, Shard(rank, 2)).v(1).fill_(rank + 1)
-    heads = memory.v(1)[2, 3, :, 0].tolist()
-    assert heads == [1, 1, 2, 2]
-    assert not memory.k(1).any()
-    for shown in (memory, other):
-        shown.close()
