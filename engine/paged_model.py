@@ -100,6 +100,12 @@ class PagedModel:
         """Of so many pages of all layers."""
         return KvLayout(self.page_size, str(dtype).removeprefix("torch."), self.probe.shapes, num_pages)
 
+    def page_bytes(self, layout: KvLayout) -> int:
+        """Of a page with what all ranks keep of it: a KV head that several have counts as often."""
+        if self.ranks is None:
+            return layout.page_bytes()
+        return sum(share.of(layout).page_bytes() for share in self.ranks.shares)
+
     @contextmanager
     def scratch_pages(
         self, dtype: torch.dtype, num_pages: int, scales: tuple[KvScale, ...] | None = None

@@ -260,7 +260,7 @@ def _allocate(
     """The pages, those that are the engine's own behind them; and the layout of the requests' pages."""
     peak_bytes = platform.peak_bytes(model, options, info, scales)
     one_page = model.layout(capacity.page_dtype(options, model.probe), 1)
-    page_bytes = one_page.page_bytes() + page_bytes_beside
+    page_bytes = model.page_bytes(one_page) + page_bytes_beside
     count = capacity.num_pages(options, page_bytes, lambda: platform.default_kv_bytes(options, peak_bytes, page_bytes))
     return _pages_of(model, one_page, count, scales)
 

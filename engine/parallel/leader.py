@@ -68,7 +68,7 @@ class StartedRanks:
 
     def cut(self, module: PreTrainedModel, whole: Probe, max_len: int) -> list[Cut]:
         """Leave the leader its own part of the model. Raises UnsupportedModel."""
-        cuts = sharding.shard_model(module, self._shard, whole.layer_of)
+        cuts = sharding.shard_model(module, self._shard, whole)
         sharding.check_shapes(module, whole, max_len, self._shard)
         set_attention(module, hooks.SERVE)
         return cuts
@@ -101,7 +101,7 @@ class Ranks:
     def __init__(self, processes: Processes, shard: Shard, collectives: Collectives) -> None:
         self._processes = processes
         self._shard = shard
-        self._share = Share(shard.rank, shard.size)
+        self.shares = tuple(Share(rank, shard.size) for rank in range(shard.size))
         self._collectives = collectives
         self._finalizer = weakref.finalize(self, processes.close)  # whoever forgets to close leaves no process
         self._memory: KvMemory | None = None  # what the ranks have a share of
@@ -129,10 +129,10 @@ class Ranks:
         Raises ValueError when there is not so much memory, EngineBroken.
         """
         self._memory = None
-        check_free(sum(Share(rank, self._shard.size).of(layout).total_bytes for rank in range(self._shard.size)))
+        check_free(sum(share.of(layout).total_bytes for share in self.shares))
         answers = self._processes.ask(memory_frame(layout), "share", MEET_TIMEOUT_S)
         others = [share_of(answer, layout) for answer in answers]
-        self._memory = KvMemory(layout, str(device), share=self._share, others=others)
+        self._memory = KvMemory(layout, str(device), share=self.shares[0], others=others)
         return self._memory
 
     def poison(self) -> None:

@@ -62,7 +62,7 @@ def load_part(options: EngineOptions, shard: Shard) -> Part:
     module = loader.load_model(options.model, served.config, served.dtype, platform.device)
     ropes.adopt(module, served.rope)
     whole = loader.probe_model(module, served.max_len)
-    cuts = sharding.shard_model(module, shard, whole.layer_of)
+    cuts = sharding.shard_model(module, shard, whole)
     loader.set_attention(module, hooks.SERVE)
     return Part(platform.prepare(module, whole, options, served), cuts)
 

@@ -32,7 +32,7 @@ from engine.types import Chunk, SampleSpec, SamplingParams, Step
 from tests.engine.test_engine import LENGTHS, MODELS, all_logits, page_tables, prompts, save
 from tests.zoo import make_tiny_model
 
-NAMES = ("qwen3", "mistral")  # and a llama in four
+NAMES = ("qwen3", "deepseek")  # and a llama in four
 NEW_TOKENS = 12
 SOON_S = 20.0
 SEEDED = SamplingParams(temperature=1.0, seed=11, top_p=0.9)
@@ -45,7 +45,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         name: save(tmp_path_factory.mktemp(name), config_class, **changes)
         for name, (config_class, changes) in MODELS.items()
     }
-    return found | {"four_kv_heads": save(tmp_path_factory.mktemp("wide"), "LlamaConfig", num_key_value_heads=4)}
+    return found | {"phi3": str(make_tiny_model("phi3", tmp_path_factory.mktemp("phi3")))}
 
 
 def load(directory: str, size: int, **options: Any) -> Engine:
@@ -82,14 +82,16 @@ def tokens_of(
     return [sequence[-NEW_TOKENS:] for sequence in sequences]
 
 
-def whole_pages(engine: Engine, layer: int, pages: list[int]) -> torch.Tensor:
-    """[K and V, pages, tokens, heads, head dim], whoever has the heads."""
+def whole_pages(engine: Engine, layer: int, pages: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V, [pages, tokens, heads, head dim] each, whoever has the heads."""
     layout = engine.layout
     shape = layout.layers[layer]
     assert isinstance(shape, LayerKv)
     out = np.empty(len(pages) * layout.page_bytes(range(layer, layer + 1)), np.uint8)
     engine.memory.rows.gather(range(layer, layer + 1), pages, out)
-    return torch.from_numpy(out.view(np.float32)).view(2, len(pages), layout.page_size, shape.kv_heads, shape.k_dim)
+    k_bytes, page = layout.k_page_bytes(layer) * len(pages), (len(pages), layout.page_size, shape.kv_heads, -1)
+    k, v = (torch.from_numpy(part.view(np.float32)).view(page) for part in (out[:k_bytes], out[k_bytes:]))
+    return k, v
 
 
 def is_gone(pid: int) -> bool:
@@ -127,7 +129,7 @@ def test_a_layer_is_reported_when_every_process_has_written_its_heads(pair: tupl
     assert one.info == two.info
     assert one.layout == two.layout
     ids = prompts((20,))[0]
-    seen: dict[str, list[torch.Tensor]] = {"one": [], "two": []}
+    seen: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {"one": [], "two": []}
     for name, engine in (("one", one), ("two", two)):
         everything = range(engine.layout.num_layers)
         engine.memory.rows.scatter(everything, [4, 2], np.zeros(2 * engine.layout.page_bytes(), np.uint8))
@@ -142,12 +144,12 @@ def test_a_layer_is_reported_when_every_process_has_written_its_heads(pair: tupl
     assert len(seen["two"]) == one.layout.num_layers
     for layer, (got, wanted) in enumerate(zip(seen["two"], seen["one"], strict=True)):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, msg=f"layer {layer}")
-        assert got[:, 0].abs().sum(-1).gt(0).all(), f"layer {layer}: a head is missing"
+        assert all(part[0].abs().sum(-1).gt(0).all() for part in got), f"layer {layer}: a head is missing"
     assert [other.num_bytes for other in two.memory.others] == [one.memory.bytes.nbytes // 2]
 
 
 def test_four_processes_give_the_same_tokens_and_a_lost_one_breaks_them_all(directories: dict[str, str]) -> None:
-    directory = directories["four_kv_heads"]
+    directory = directories["llama"]  # of two KV heads
     one, four = load(directory, 1), load(directory, 4)
     try:
         for params in (GREEDY, SEEDED):
@@ -188,10 +190,8 @@ def test_processes_have_no_port_and_end_with_their_engine_and_with_its_process(d
 REFUSED = {
     "gpt2": "GPT2LMHeadModel has no tensor-parallel plan in transformers, and tensor_parallel is 2; "
     "give tensor_parallel 1",
-    "mixtral": "MixtralForCausalLM cuts layers.*.mlp.experts.gate_up_proj as packed_colwise by its tensor-parallel "
-    "plan, and only colwise and rowwise are known here; give tensor_parallel 1, and not 2",
-    "deepseek": "DeepseekV3ForCausalLM keeps its KV as latents (multi-head latent attention), and tensor_parallel is "
-    "2; give tensor_parallel 1",
+    "phi3": "Phi3ForCausalLM cuts layers.*.self_attn.qkv_proj as colwise_gather_output by its tensor-parallel plan, "
+    "which is not known here; give tensor_parallel 1, and not 2",
 }
 
 
@@ -211,11 +211,11 @@ def test_a_model_whose_norms_cannot_be_cut_is_refused_when_they_are_found(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "size", "reason"),
     [
-        ({}, 3, "tensor_parallel is 3, which does not divide 2 KV heads; give 1 or 2"),
+        ({}, 3, "tensor_parallel is 3, which does not divide 4 attention heads; give 1, 2 or 4"),
         (
             {"num_attention_heads": 8, "num_key_value_heads": 8},
             3,
-            "tensor_parallel is 3, which does not divide 8 KV heads; give 1, 2, 4 or 8",
+            "tensor_parallel is 3, which does not divide 8 attention heads; give 1, 2, 4 or 8",
         ),
         (
             {"intermediate_size": 129},
@@ -270,10 +270,21 @@ class ThreadRank:
 
 
 CUT_ANYHOW = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "starcoder2", "granite", "phi")
+EXPERTS = (
+    "mixtral",
+    "qwen3_moe",
+    "qwen2_moe",
+    "olmoe",
+    "deepseek_v3",
+)  # olmoe: norms over all heads; deepseek: latents
+MORE_RANKS_THAN_KV_HEADS = ("llama", "olmo2", "qwen3_moe")
 
 
-@pytest.mark.parametrize("name", CUT_ANYHOW)
-def test_a_cut_model_says_what_the_whole_one_says(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [*((name, 2) for name in (*CUT_ANYHOW, *EXPERTS, "olmo2")), *((name, 4) for name in MORE_RANKS_THAN_KV_HEADS)],
+)
+def test_a_cut_model_says_what_the_whole_one_says(name: str, size: int, tmp_path: Path) -> None:
     from engine.parallel import sharding
     from engine.parallel.meetings import connect
     from engine.weights.loader import probe_model, set_attention
@@ -290,27 +301,28 @@ def test_a_cut_model_says_what_the_whole_one_says(name: str, tmp_path: Path) -> 
                 parameter.data += torch.linspace(-0.1, 0.1, parameter.numel())
         return model.eval().requires_grad_(False)
 
-    whole, meeting, told = fresh(), Meeting(2), [[], []]  # type: ignore[var-annotated]
-    sharding.check_config(whole.config, 2)
+    told: list[list[int]] = [[] for _ in range(size)]
+    whole, meeting = fresh(), Meeting(size)
+    sharding.check_config(whole.config, size)
     wanted = whole(input_ids=ids, use_cache=False).logits
     got: dict[int, torch.Tensor] = {}
-    models = [fresh() for _ in range(2)]  # one by one: transformers patches its own classes while it loads
+    models = [fresh() for _ in range(size)]  # one by one: transformers patches its own classes while it loads
 
     def run(rank: int) -> None:
         model = models[rank]
         probe = probe_model(model, 64)
-        cuts = sharding.shard_model(model, Shard(rank, 2), probe.layer_of)
-        sharding.check_shapes(model, probe, 64, Shard(rank, 2))
+        cuts = sharding.shard_model(model, Shard(rank, size), probe)
+        sharding.check_shapes(model, probe, 64, Shard(rank, size))
         set_attention(model, "eager")
         connect(cuts, ThreadRank(meeting, rank), told[rank].append)
         with torch.inference_mode():
             got[rank] = model(input_ids=ids, use_cache=False).logits
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for rank in range(2):
+    for rank in range(size):
         torch.testing.assert_close(got[rank], wanted, rtol=1e-4, atol=1e-4)
         assert told[rank] == list(range(whole.config.num_hidden_layers))
