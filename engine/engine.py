@@ -21,7 +21,7 @@ from engine.loading.load import LoadedModel, Progress, load_both, silent
 from engine.loading.platform import Platform
 from engine.options import EngineOptions
 from engine.pages.layout import PAGE_SIZE
-from engine.pending import DoneStep, PendingStep
+from engine.pending import CheckedStep, DoneStep, PendingStep
 from engine.types import Chunk, SampledToken, SampleSpec, SamplingParams, Step
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Engine:
                     pending = self.steps.begin(step)
                 if self.draft_model is not None:
                     self.draft_model.end(step)
-                return pending
+                return pending if self.model.ranks is None else CheckedStep(pending, self.model.ranks.check)
             except Exception:
                 self.model.journal.take_back()
                 raise

@@ -85,6 +85,7 @@ class EngineOptions:
         ge=1,
     )
     speculative_model: str = ""  # guesses tokens ahead of the other: a directory or hub name; empty: none
+    collectives: Literal["auto", "shared", "process_group"] = "auto"  # of ranks; auto: shared memory on CPUs, else NCCL
     rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin the other ranks to, by rank; empty: not pinned
 
     def validate(self) -> None:

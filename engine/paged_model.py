@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 from engine.attention.base import AttentionBackend, StepMeta, build_meta
 from engine.attention.forward_pass import ForwardPass
 from engine.attention.probe import Probe
+from engine.gpu.steps import ALONE, Mirror
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel.leader import Ranks
 from engine.state.states import States
 from engine.types import Chunk, OnLayer
-from engine.upload_guard import uploaded
+from engine.upload_guard import queued
 from engine.weights.loader import run_packed
 
 
@@ -47,6 +48,10 @@ class Journal:
         self.states = None
 
 
+def _on(device: torch.device, rows: torch.Tensor | None) -> torch.Tensor | None:
+    return None if rows is None else queued(rows, device)
+
+
 def in_place(meta: StepMeta) -> StepMeta:
     """On a CPU a step's arrays are where they are read."""
     return meta
@@ -62,23 +67,28 @@ class PagedModel:
     row_multiple: int = 1  # to which a step's rows are padded
     place: Callable[[StepMeta], StepMeta] = in_place  # brings what kernels read of a step to the device
     ranks: Ranks | None = None
+    mirror: Mirror = ALONE  # of steps on a GPU
     journal: Journal = field(default_factory=Journal)
 
     def forward(
         self, pages: KvPages, chunks: Sequence[Chunk], rows: list[int] | None = None, on_layer: OnLayer | None = None
     ) -> torch.Tensor:
         """Logits [rows, vocab] of the packed chunks; of every row when `rows` is None."""
-        meta = self.place(build_meta(chunks, self.page_size, self.row_multiple))
-        wanted = None if rows is None else uploaded(rows, self.device)
-        return self.run(pages, meta, wanted, on_layer)
+        meta = build_meta(chunks, self.page_size, self.row_multiple)
+        wanted = None if rows is None else torch.tensor(rows, dtype=torch.long)
+        if self.ranks is None:
+            return self.run(pages, self.place(meta), _on(self.device, wanted), on_layer)
+        with self.ranks.told(meta, wanted):
+            return self.run(pages, self.place(meta), _on(self.device, wanted), on_layer)
 
     def run(
         self, pages: KvPages, meta: StepMeta, rows: torch.Tensor | None, on_layer: OnLayer | None = None
     ) -> torch.Tensor:
-        """The same, of a step that is packed and placed."""
+        """The same, of a step that is packed and placed, and that other ranks have been told of."""
         if self.ranks is None:
             return self.run_alone(pages.memory, meta, rows, on_layer, pages.scales)
-        return self.ranks.run(pages.memory, meta, rows, on_layer, self.run_alone)
+        self.ranks.hear(pages.memory, on_layer)
+        return self.run_alone(pages.memory, meta, rows)
 
     def run_alone(
         self,
@@ -99,6 +109,10 @@ class PagedModel:
     def layout(self, dtype: torch.dtype, num_pages: int) -> KvLayout:
         """Of so many pages of all layers."""
         return KvLayout(self.page_size, str(dtype).removeprefix("torch."), self.probe.shapes, num_pages)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def page_bytes(self, layout: KvLayout) -> int:
         """Of a page with what all ranks keep of it: a KV head that several have counts as often."""

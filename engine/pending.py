@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,19 @@ class DoneStep:
 
     def result(self) -> list[SampledToken]:
         return self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedStep:
+    """A step whose tokens count only if nothing broke meanwhile."""
+
+    step: PendingStep
+    check: Callable[[], None]
+
+    def result(self) -> list[SampledToken]:
+        tokens = self.step.result()
+        self.check()
+        return tokens
 
 
 class Steps(Protocol):

@@ -38,7 +38,11 @@ def pinned(host: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(host, pin_memory=True).copy_(host)
 
 
+def queued(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Its copy on the device, when the device comes to it."""
+    return pinned(host).to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def uploaded(values: Sequence[Any], device: torch.device) -> torch.Tensor:
     """Whole numbers, in lists of lists where it has more dimensions, as int64 on the device, queued."""
-    host = torch.tensor(values, dtype=torch.int64)
-    return pinned(host).to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return queued(torch.tensor(values, dtype=torch.int64), device)

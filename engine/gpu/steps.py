@@ -10,7 +10,9 @@ step draws. The host touches the device's results only in `result`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,11 +21,33 @@ from engine.attention.base import StepMeta, build_meta
 from engine.gpu.graphs import DecodeGraphs
 from engine.gpu.staging import Uploader, stage
 from engine.pending import PendingStep, WantedRows
-from engine.sampling.device import draw, sampled_tokens
+from engine.sampling.device import Drawn, draw, sampled_tokens
 from engine.sampling.plan import SamplingPlan
 from engine.types import PENDING, Chunk, SampledToken, Step
 
 RunStep = Callable[[StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
+
+
+class Mirror(Protocol):
+    """Where several ranks run each step: how they come to run the same one, and to have the same drawn ids."""
+
+    def told(self, step: Step) -> AbstractContextManager[None]:
+        """The step runs inside. Raises EngineBroken."""
+
+    def draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn: ...
+
+
+class Alone:
+    """There are no other ranks."""
+
+    def told(self, step: Step) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
+        return draw(logits, plan, placed)
+
+
+ALONE = Alone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +73,14 @@ class GpuSteps:
         run: RunStep,
         with_tables: bool,
         graphs: DecodeGraphs | None = None,
+        mirror: Mirror = ALONE,
     ) -> None:
         self._device = device
         self._page_size = page_size
         self._run_step = run
         self._with_tables = with_tables
         self.graphs = graphs
+        self._mirror = mirror
         self._upload = Uploader(device)
         self._drawn_ids: torch.Tensor | None = None  # of the last step, on the device
         self._drawn_row: dict[str, int] = {}  # request id -> row in it
@@ -67,12 +93,13 @@ class GpuSteps:
         chunks, source = self._sources(step.chunks)
         if source is not None:
             beside["source"] = source
-        if self._takes_graph(step):
-            logits, placed = self._replay(chunks, beside)
-        else:
-            beside["rows"] = np.array(wanted.rows, np.int64)
-            logits, placed = self._run(chunks, beside, step.on_layer)
-        return self._draw(logits, plan, placed)
+        with self._mirror.told(step):
+            if self._takes_graph(step):
+                logits, placed = self._replay(chunks, beside)
+            else:
+                beside["rows"] = np.array(wanted.rows, np.int64)
+                logits, placed = self._run(chunks, beside, step.on_layer)
+            return self._draw(logits, plan, placed)
 
     def _takes_graph(self, step: Step) -> bool:
         if self.graphs is None or step.on_layer is not None:
@@ -123,7 +150,7 @@ class GpuSteps:
         self._drawn_row = {request_id: row for row, request_id in enumerate(plan.request_ids)}
         if not plan.request_ids:
             return self._queued(plan, ())
-        drawn = draw(logits, plan, placed)
+        drawn = self._mirror.draw(logits, plan, placed)
         self._drawn_ids = drawn.ids
         return self._queued(plan, drawn.tensors())
 

@@ -134,6 +134,7 @@ class GpuPlatform:
             run=partial(model.run, pages),
             with_tables=has_flashinfer,
             graphs=self._graphs(model, pages, options, info) if can_capture and options.cuda_graphs else None,
+            mirror=model.mirror,
         )
 
     def _graphs(

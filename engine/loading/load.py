@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -129,7 +130,8 @@ def _load_beside(
 ) -> LoadedModel:
     progress("weights", 0.0)
     served = served_config(options)
-    module = loader.load_model(options.model, served.config, served.dtype, platform.device)
+    loads_on = platform.device if ranks is None else torch.device("cpu")  # where it is mapped, and cut
+    module = loader.load_model(options.model, served.config, served.dtype, loads_on)
     ropes.adopt(module, served.rope)
     progress("weights", 1.0)
 
@@ -146,11 +148,12 @@ def _load_beside(
     info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers), served.rope)
 
     progress("kernels", 0.0)
-    cuts = ranks.cut(module, probe, served.max_len) if ranks is not None else []
-    model = platform.prepare(module, probe, options, served)
+    cuts, part = ranks.cut(module, probe, served.max_len) if ranks is not None else ([], probe)
+    model = platform.prepare(module, part, options, served)
     hook_linears(module)
     if ranks is not None:
-        model = replace(model, ranks=ranks.join(cuts))
+        joined = ranks.join(cuts)
+        model = replace(model, probe=probe, ranks=joined, mirror=joined.mirror)
     progress("kernels", 1.0)
 
     if reference is not None:
@@ -159,7 +162,8 @@ def _load_beside(
     info, scales = _with_scales(model, info, reference, options)
     progress("parity check", 1.0)
     layout, pages = _allocate(model, info, scales, options, platform, page_bytes_beside)
-    steps = platform.steps(model, pages, options, info)
+    make_steps = partial(platform.steps, model, pages, options, info)
+    steps = make_steps() if model.ranks is None else model.ranks.make_steps(info, make_steps)
     adapters = Adapters(
         adaptable,
         device=platform.device,
@@ -261,8 +265,21 @@ def _allocate(
     peak_bytes = platform.peak_bytes(model, options, info, scales)
     one_page = model.layout(capacity.page_dtype(options, model.probe), 1)
     page_bytes = model.page_bytes(one_page) + page_bytes_beside
-    count = capacity.num_pages(options, page_bytes, lambda: platform.default_kv_bytes(options, peak_bytes, page_bytes))
+    count = capacity.num_pages(
+        options, page_bytes, lambda: _default_kv_bytes(model, one_page, options, platform, peak_bytes, page_bytes)
+    )
     return _pages_of(model, one_page, count, scales)
+
+
+def _default_kv_bytes(
+    model: PagedModel, one_page: KvLayout, options: EngineOptions, platform: Platform, peak_bytes: int, page_bytes: int
+) -> int:
+    """Of all ranks together: on GPUs each has its own memory, and the page numbers are the same everywhere."""
+    if model.ranks is None or not model.is_on_gpu:
+        return platform.default_kv_bytes(options, peak_bytes, page_bytes)
+    own = page_bytes - model.page_bytes(one_page) + model.ranks.shares[0].of(one_page).page_bytes()
+    here = platform.default_kv_bytes(options, peak_bytes, own) // own
+    return min(here, model.ranks.least_pages(one_page, peak_bytes)) * page_bytes
 
 
 def _pages_of(

@@ -143,6 +143,7 @@ def check(model: PreTrainedModel, reference: Reference, run: RunStep, page_size:
         for chunk in chunks:
             rows = logits[row : row + len(chunk.token_ids)]
             wanted = reference.logits[int(chunk.request_id)][chunk.start : chunk.start + len(chunk.token_ids)]
+            wanted = wanted.to(rows.device)  # of a model that was loaded elsewhere
             errors.extend(_relative_errors(rows, wanted))
             row += len(chunk.token_ids)
     _judge(model, errors, reference.tolerance)

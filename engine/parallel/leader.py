@@ -16,7 +16,10 @@ import dataclasses
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from transformers import PreTrainedModel
@@ -24,27 +27,31 @@ from transformers import PreTrainedModel
 from engine.attention import hooks
 from engine.attention.base import StepMeta
 from engine.attention.probe import Probe
+from engine.gpu.steps import ALONE, Mirror
 from engine.options import EngineOptions
 from engine.pages.host_memory import check_free
 from engine.pages.layout import KvLayout
-from engine.pages.memory import KvMemory, LayerPages
+from engine.pages.memory import KvMemory
 from engine.pages.share import Share
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_seats
 from engine.parallel.frames import Frame
 from engine.parallel.meetings import Cut, connect
-from engine.parallel.messages import copies_frame, memory_frame, share_of, step_frame
+from engine.parallel.messages import copies_frame, memory_frame, share_of, step_frame, steps_frame
+from engine.parallel.mirror import LeaderMirror, drop_graphs, graph_sizes
+from engine.parallel.process_group import GroupCollectives, check_gpus
 from engine.parallel.processes import Processes
 from engine.parallel.shard import Shard
+from engine.pending import Steps
+from engine.types import ModelInfo
 from engine.weights.config import load_config
 from engine.weights.loader import set_attention
 
 logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0  # a rank loads as much as its leader, beside it
+ALLOCATE_TIMEOUT_S = 300.0  # of a rank that takes its share of the machine's memory
 MEET_TIMEOUT_S = 30.0  # a rank that lives and does not come; one that dies is noticed at once
-
-RunAlone = Callable[[LayerPages, StepMeta, torch.Tensor | None, Callable[[int], None] | None], torch.Tensor]
 
 
 class StartedRanks:
@@ -54,34 +61,53 @@ class StartedRanks:
     def of(cls, options: EngineOptions, device: torch.device) -> StartedRanks:
         """Start the processes. Raises ValueError, UnsupportedModel for what cannot be."""
         size = options.tensor_parallel
-        if device.type != "cpu":
-            raise ValueError(f"tensor_parallel is {size}, and on GPUs only 1 is served; give replicas, or device: cpu")
+        if device.type == "cuda":
+            check_gpus(options, device)
+        collectives = options.collectives
+        if collectives == "auto":
+            collectives = "shared" if device.type == "cpu" else "process_group"
         sharding.check_config(load_config(options.model), size)
         threads = options.threads or max(1, torch.get_num_threads() // size)
         torch.set_num_threads(threads)
-        return cls(dataclasses.replace(options, threads=threads))
+        return cls(dataclasses.replace(options, threads=threads, collectives=collectives), device)
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, device: torch.device) -> None:
         self.options = options
+        self._device = device
         self._shard = Shard(0, options.tensor_parallel)
-        self._processes = Processes(options)
+        self._processes = Processes(options, device)
 
-    def cut(self, module: PreTrainedModel, whole: Probe, max_len: int) -> list[Cut]:
-        """Leave the leader its own part of the model. Raises UnsupportedModel."""
+    def cut(self, module: PreTrainedModel, whole: Probe, max_len: int) -> tuple[list[Cut], Probe]:
+        """Leave the leader its own part of the model, on its device; and what a probe of that shows.
+
+        Raises UnsupportedModel.
+        """
         cuts = sharding.shard_model(module, self._shard, whole)
-        sharding.check_shapes(module, whole, max_len, self._shard)
+        part = sharding.check_shapes(module, whole, max_len, self._shard)
         set_attention(module, hooks.SERVE)
-        return cuts
+        module.to(self._device)
+        return cuts, part
 
     def join(self, cuts: list[Cut]) -> Ranks:
         """Wait for every rank, and let the prepared projections meet. Raises UnsupportedModel, EngineBroken."""
         self._processes.wait_loaded(LOAD_TIMEOUT_S)
-        collectives = Collectives(self._hand_out_seats(), self._shard, MEET_TIMEOUT_S)
+        collectives = self._collectives()
         ranks = Ranks(self._processes, self._shard, collectives)
         connect(cuts, collectives, ranks.on_met)
         pids = ", ".join(map(str, ranks.pids))
         logger.info("tensor parallel over %d processes: this one and %s", self._shard.size, pids)
         return ranks
+
+    def _collectives(self) -> Collectives | GroupCollectives:
+        if self.options.collectives == "shared":
+            return Collectives(self._hand_out_seats(), self._shard, MEET_TIMEOUT_S)
+        with TemporaryDirectory(prefix="kvrelay-ranks-") as folder, self._processes.in_step():
+            meeting = Path(folder) / "meeting"
+            self._processes.send(Frame("group", {"meeting": str(meeting), "timeout_s": MEET_TIMEOUT_S}))
+            group = GroupCollectives.meet(meeting, self._shard, self._device, MEET_TIMEOUT_S)
+        if self._device.type == "cuda":
+            self._processes.on_broken = group.abort
+        return group
 
     def _hand_out_seats(self) -> list[int]:
         """The leader's own. The others' ends are open in their processes only: one that dies is noticed by that."""
@@ -98,30 +124,33 @@ class StartedRanks:
 
 
 class Ranks:
-    def __init__(self, processes: Processes, shard: Shard, collectives: Collectives) -> None:
+    def __init__(self, processes: Processes, shard: Shard, collectives: Collectives | GroupCollectives) -> None:
         self._processes = processes
         self._shard = shard
         self.shares = tuple(Share(rank, shard.size) for rank in range(shard.size))
         self._collectives = collectives
+        self.mirror: Mirror = (
+            LeaderMirror(self._tell, collectives) if isinstance(collectives, GroupCollectives) else ALONE
+        )
         self._finalizer = weakref.finalize(self, processes.close)  # whoever forgets to close leaves no process
         self._memory: KvMemory | None = None  # what the ranks have a share of
         self._on_layer: Callable[[int], None] | None = None  # of the step that runs
 
-    def run(
-        self,
-        memory: KvMemory,
-        meta: StepMeta,
-        rows: torch.Tensor | None,
-        on_layer: Callable[[int], None] | None,
-        run_alone: RunAlone,
-    ) -> torch.Tensor:
-        """The logits of a step that all ranks run over `memory`. Raises EngineBroken."""
+    def told(self, meta: StepMeta, rows: torch.Tensor | None) -> AbstractContextManager[None]:
+        """All ranks run the step, this one inside. Raises EngineBroken."""
+        return self._tell(step_frame(meta, rows))
+
+    @contextmanager
+    def _tell(self, frame: Frame) -> Iterator[None]:
         self.check()
-        assert memory is self._memory, "the ranks have a share of the last memory only"
-        self._processes.send(step_frame(meta, rows))
-        self._on_layer = on_layer
+        self._processes.send(frame)
         with self._processes.in_step():
-            return run_alone(memory, meta, rows, None)
+            yield
+
+    def hear(self, memory: KvMemory, on_layer: Callable[[int], None] | None) -> None:
+        """A step begins over `memory`; `on_layer` is told of each layer once all ranks have written it."""
+        assert memory is self._memory, "the ranks have a share of the last memory only"
+        self._on_layer = on_layer
 
     def allocate(self, layout: KvLayout, device: torch.device) -> KvMemory:
         """Pages of which each rank has its share, in memory of its own; what they had before they give up.
@@ -129,11 +158,31 @@ class Ranks:
         Raises ValueError when there is not so much memory, EngineBroken.
         """
         self._memory = None
-        check_free(sum(share.of(layout).total_bytes for share in self.shares))
-        answers = self._processes.ask(memory_frame(layout), "share", MEET_TIMEOUT_S)
-        others = [share_of(answer, layout) for answer in answers]
+        if device.type == "cpu":
+            check_free(sum(share.of(layout).total_bytes for share in self.shares))
+        answers = self._processes.ask(memory_frame(layout), "share", ALLOCATE_TIMEOUT_S)
+        others = [share_of(answer, layout, device) for answer in answers]
         self._memory = KvMemory(layout, str(device), share=self.shares[0], others=others)
         return self._memory
+
+    def least_pages(self, layout: KvLayout, peak_bytes: int) -> int:
+        """How many pages the other ranks have room for, each on its own GPU. Raises ValueError, EngineBroken."""
+        answers = self._processes.ask(memory_frame(layout, peak_bytes=peak_bytes), "fit", ALLOCATE_TIMEOUT_S)
+        if reason := next((answer.fields["reason"] for answer in answers if answer.fields["reason"]), ""):
+            raise ValueError(reason)
+        return min(int(answer.fields["pages"]) for answer in answers)
+
+    def make_steps(self, info: ModelInfo, make: Callable[[], Steps]) -> Steps:
+        """All ranks make their own at once, and capture the same graphs, or none. Raises EngineBroken."""
+        if not isinstance(self._collectives, GroupCollectives):
+            return make()
+        with self._processes.in_step():
+            answers, steps = self._processes.ask_while(steps_frame(info), "steps", LOAD_TIMEOUT_S, make)
+        if {tuple(answer.fields["sizes"]) for answer in answers} != {graph_sizes(steps)}:
+            logger.warning("decode steps run without CUDA graphs: the ranks have not captured the same")
+            drop_graphs(steps)
+            self._processes.send(Frame("no graphs"))
+        return steps
 
     def poison(self) -> None:
         self._processes.send(Frame("poison"))

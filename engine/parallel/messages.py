@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 import numpy as np
 import torch
 
 from engine.attention.base import StepMeta
+from engine.gpu import driver
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory, ShareBytes
 from engine.pages.share import Share
 from engine.parallel.frames import Frame
+from engine.types import ModelInfo
 
 
 def step_frame(meta: StepMeta, rows: torch.Tensor | None) -> Frame:
@@ -52,8 +55,8 @@ def step_of(frame: Frame) -> tuple[StepMeta, torch.Tensor | None]:
     return meta, arrays.get("rows")
 
 
-def memory_frame(layout: KvLayout) -> Frame:
-    """Asks a rank for its share of so many pages."""
+def memory_frame(layout: KvLayout, peak_bytes: int | None = None) -> Frame:
+    """Asks a rank for its share of so many pages; with a step's `peak_bytes`, for how many there is room beside it."""
     attentions = [layer for layer in layout.layers if isinstance(layer, LayerKv)]  # no other is cut
     fields = {
         "page_size": layout.page_size,
@@ -61,7 +64,18 @@ def memory_frame(layout: KvLayout) -> Frame:
         "num_pages": layout.num_pages,
         "layers": [[layer.kv_heads, layer.k_dim, layer.v_dim] for layer in attentions],
     }
+    if peak_bytes is not None:
+        return Frame("fit", fields | {"peak_bytes": peak_bytes})
     return Frame("memory", fields)
+
+
+def steps_frame(info: ModelInfo) -> Frame:
+    """Asks a rank to make ready for steps."""
+    return Frame("steps", asdict(info) | {"rope": None})
+
+
+def info_of(frame: Frame) -> ModelInfo:
+    return ModelInfo(**{**frame.fields, "eos_token_ids": tuple(frame.fields["eos_token_ids"])})
 
 
 def layout_of(frame: Frame) -> KvLayout:
@@ -72,14 +86,30 @@ def layout_of(frame: Frame) -> KvLayout:
 
 def share_frame(memory: KvMemory) -> Frame:
     """What a rank answers: its share, for the leader to open."""
-    assert memory.fd is not None, "on a CPU a share is a file"
-    return Frame("share", {"share": str(memory.share)}, files=(memory.fd,))
+    if memory.fd is not None:
+        return Frame("share", {"share": str(memory.share)}, files=(memory.fd,))
+    handle, base = driver.export(memory.bytes.device.index, memory.address)
+    fields = {"share": str(memory.share), "handle": handle.hex(), "offset": memory.address - base}
+    return Frame("share", fields)
 
 
-def share_of(frame: Frame, layout: KvLayout) -> ShareBytes:
+def share_of(frame: Frame, layout: KvLayout, device: torch.device) -> ShareBytes:
+    """Opened, on a GPU for kernels of `device`."""
     share = Share.read(frame.fields["share"])
-    [fd] = frame.files
-    return ShareBytes(share=share, num_bytes=share.of(layout).total_bytes, fd=fd, close=partial(os.close, fd))
+    num_bytes = share.of(layout).total_bytes
+    if frame.files:
+        [fd] = frame.files
+        return ShareBytes(share=share, num_bytes=num_bytes, fd=fd, close=partial(os.close, fd))
+    handle, offset = bytes.fromhex(frame.fields["handle"]), int(frame.fields["offset"])
+    base = driver.open_handle(device.index, handle)
+    return ShareBytes(
+        share=share,
+        num_bytes=num_bytes,
+        address=base + offset,
+        handle=handle,
+        offset=offset,
+        close=partial(driver.close_handle, device.index, base),
+    )
 
 
 def copies_frame(copies: Sequence[tuple[int, int]]) -> Frame:

@@ -16,11 +16,13 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
+import torch
 
 from engine.errors import EngineBroken, UnsupportedModel
 from engine.options import EngineOptions
@@ -28,12 +30,13 @@ from engine.parallel.frames import BadFrame, Channel, Frame
 from engine.process import THREAD_KEYS
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SEND_TIMEOUT_S = 30.0  # a process that lives and reads nothing
 NEWS_S = 0.5  # what failed here may be what a rank's end brought about, which is heard of a moment later
 LOOK_S = 0.5
 STOPPED_LOOKS = 4  # in a row that find a rank stopped (SIGSTOP): nothing is heard of it, and in a step all wait for it
-ANSWERS = ("share",)
+ANSWERS = ("share", "fit", "steps")
 END_TIMEOUT_S = 2.0  # that a rank whose socket has closed may take to end
 
 
@@ -42,8 +45,11 @@ class Processes:
     that started it, so no passing thread may start one.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, device: torch.device) -> None:
+        """`device`: the leader's; on GPUs each rank has its own."""
         self._options = options
+        self._device = device
+        self.on_broken: Callable[[], None] | None = None  # ends what the ranks wait for together
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self._channels: dict[int, Channel] = {}
         self._changed = threading.Condition()
@@ -100,9 +106,15 @@ class Processes:
 
     def ask(self, frame: Frame, kind: str, timeout_s: float) -> list[Frame]:
         """Send it to every rank, and wait for an answer of that kind from each, in their order. Raises EngineBroken."""
+        answers, _ = self.ask_while(frame, kind, timeout_s, lambda: None)
+        return answers
+
+    def ask_while(self, frame: Frame, kind: str, timeout_s: float, act: Callable[[], T]) -> tuple[list[Frame], T]:
+        """The same, and what `act` returns, which runs while they do what they were asked."""
         with self._changed:
             self._answers.clear()
         self.send(frame)
+        result = act()
         with self._changed:
             done = self._changed.wait_for(
                 lambda: len(self._answers) == len(self._processes) or bool(self._broken), timeout_s
@@ -111,7 +123,7 @@ class Processes:
         answers = [self._answers[rank] for rank in self._channels if rank in self._answers]
         if not done or any(answer.kind != kind for answer in answers):
             raise self.broke(f"the ranks have not answered {frame.kind!r} after {timeout_s:g} s")
-        return answers
+        return answers, result
 
     def wait_loaded(self, timeout_s: float) -> None:
         """Raises UnsupportedModel for what a rank refuses, EngineBroken when one is lost or late."""
@@ -140,6 +152,8 @@ class Processes:
     def _kill(self) -> None:
         for process in self._processes.values():
             process.kill()
+        if self.on_broken is not None:
+            self.on_broken()
 
     def _main(self) -> None:
         try:
@@ -168,7 +182,8 @@ class Processes:
                 env=_environment(self._options),
             )
         self._channels[rank] = Channel(ours)
-        options = dataclasses.asdict(self._options)
+        device = "cpu" if self._device.type == "cpu" else f"{self._device.type}:{rank}"
+        options = dataclasses.asdict(self._options) | {"device": device}
         self._channels[rank].send(Frame("begin", {"rank": rank, "options": options}))
 
     def _listen(self) -> None:

@@ -14,23 +14,30 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
+from engine import device as devices
 from engine.attention import hooks
-from engine.loading.cpu import CpuPlatform
+from engine.loading.load import platform_on
+from engine.loading.platform import Platform
 from engine.options import EngineOptions
-from engine.paged_model import PagedModel
+from engine.paged_model import KvPages, PagedModel
 from engine.pages.memory import KvMemory
 from engine.pages.share import Share
-from engine.parallel import sharding
+from engine.parallel import mirror, sharding
 from engine.parallel.collectives import Collectives
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.meetings import Cut, connect
-from engine.parallel.messages import copies_of, layout_of, share_frame, step_of
+from engine.parallel.messages import copies_of, info_of, layout_of, share_frame, step_of
+from engine.parallel.mirror import RankMirror, drop_graphs, graph_sizes
+from engine.parallel.process_group import GroupCollectives
 from engine.parallel.shard import Shard
+from engine.pending import Steps
 from engine.process import LOG_FORMAT, pin_process, sentence_of
 from engine.weights import loader, ropes
 from engine.weights.config import served_config
@@ -56,38 +63,47 @@ class Part:
     cuts: list[Cut]
 
 
-def load_part(options: EngineOptions, shard: Shard) -> Part:
-    """As the leader loads, but for the checks that are its own. Raises UnsupportedModel."""
-    platform, served = CpuPlatform(), served_config(options)
-    module = loader.load_model(options.model, served.config, served.dtype, platform.device)
+def load_part(options: EngineOptions, shard: Shard, platform: Platform) -> Part:
+    """As the leader loads, but for the checks that are its own. Raises UnsupportedModel.
+
+    The whole model is mapped from its files, and what is kept of it is copied: no memory or GPU ever holds it all.
+    """
+    served = served_config(options)
+    module = loader.load_model(options.model, served.config, served.dtype, torch.device("cpu"))
     ropes.adopt(module, served.rope)
     whole = loader.probe_model(module, served.max_len)
     cuts = sharding.shard_model(module, shard, whole)
+    part = sharding.check_shapes(module, whole, served.max_len, shard)
     loader.set_attention(module, hooks.SERVE)
-    return Part(platform.prepare(module, whole, options, served), cuts)
+    module.to(platform.device)
+    return Part(replace(platform.prepare(module, part, options, served), probe=whole), cuts)
 
 
 class Rank:
-    def __init__(self, channel: Channel, shard: Shard, part: Part) -> None:
+    def __init__(self, channel: Channel, shard: Shard, part: Part, platform: Platform, options: EngineOptions) -> None:
         self._channel = channel
         self._shard = shard
         self._part = part
+        self._model = part.model
+        self._platform = platform
+        self._options = options
+        self._steps: Steps | None = None  # on GPUs, once the leader has asked for them
         self._memory: KvMemory | None = None  # until the leader has asked for it
 
     def serve(self) -> None:
         """Run what the leader sends until it ends."""
         while (frame := self._channel.receive()) is not None:
-            if frame.kind == "step":
-                self._step(frame)
-            elif frame.kind == "copy":
-                self._pages.copy_pages(copies_of(frame))
-            elif frame.kind == "memory":
-                self._allocate(frame)
-            elif frame.kind == "poison":
-                self._pages.poison()
-            elif frame.kind == "seat":
-                collectives = Collectives(frame.files, self._shard, float(frame.fields["timeout_s"]))
-                connect(self._part.cuts, collectives, _nobody)
+            self._on[frame.kind](self, frame)
+
+    def _seat(self, frame: Frame) -> None:
+        collectives = Collectives(frame.files, self._shard, float(frame.fields["timeout_s"]))
+        connect(self._part.cuts, collectives, _nobody)
+
+    def _group(self, frame: Frame) -> None:
+        meeting, timeout_s = Path(frame.fields["meeting"]), float(frame.fields["timeout_s"])
+        group = GroupCollectives.meet(meeting, self._shard, self._model.device, timeout_s)
+        connect(self._part.cuts, group, _nobody)
+        self._model = replace(self._model, mirror=RankMirror(group))
 
     @property
     def _pages(self) -> KvMemory:
@@ -97,13 +113,45 @@ class Rank:
     def _allocate(self, frame: Frame) -> None:
         self._memory = None  # its bytes are free before others are taken
         share = Share(self._shard.rank, self._shard.size)
-        self._memory = KvMemory(layout_of(frame), str(self._part.model.device), share=share)
+        self._memory = KvMemory(layout_of(frame), str(self._model.device), share=share)
         self._channel.send(share_frame(self._memory))
         self._memory.close()  # of its file the leader has its own
 
     def _step(self, frame: Frame) -> None:
         meta, rows = step_of(frame)
-        self._part.model.run_alone(self._pages, meta, rows)
+        rows = None if rows is None else rows.to(self._model.device)
+        self._model.run_alone(self._pages, self._model.place(meta), rows)
+
+    def _fit(self, frame: Frame) -> None:
+        page_bytes = Share(self._shard.rank, self._shard.size).of(layout_of(frame)).page_bytes()
+        try:
+            kv_bytes = self._platform.default_kv_bytes(self._options, int(frame.fields["peak_bytes"]), page_bytes)
+            answer = {"pages": kv_bytes // page_bytes, "reason": ""}
+        except ValueError as error:
+            answer = {"pages": 0, "reason": f"rank {self._shard.rank}: {error}"}
+        self._channel.send(Frame("fit", answer))
+
+    def _make_steps(self, frame: Frame) -> None:
+        pages = KvPages(self._pages)
+        self._steps = self._platform.steps(self._model, pages, self._options, info_of(frame))
+        self._channel.send(Frame("steps", {"sizes": graph_sizes(self._steps)}))
+
+    def _chunks(self, frame: Frame) -> None:
+        assert self._steps is not None, "a step before they were asked for"
+        self._steps.begin(mirror.step_of(frame))
+
+    _on: ClassVar[dict[str, Callable[[Rank, Frame], None]]] = {
+        "seat": _seat,
+        "group": _group,
+        "memory": _allocate,
+        "fit": _fit,
+        "steps": _make_steps,
+        "no graphs": lambda self, _: drop_graphs(self._steps),
+        "poison": lambda self, _: self._pages.poison(),
+        "copy": lambda self, frame: self._pages.copy_pages(copies_of(frame)),
+        "step": _step,
+        "chunks": _chunks,
+    }
 
 
 def _nobody(layer: int) -> None:
@@ -121,17 +169,24 @@ def main(fd: int, parent: int) -> int:
     number, options = int(begin.fields["rank"]), _options(begin.fields["options"])
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    platform = platform_on(devices.resolve(options.device))
+    with devices.current(platform.device):
+        return run(channel, number, options, platform)
+
+
+def run(channel: Channel, number: int, options: EngineOptions, platform: Platform) -> int:
+    """Load and serve; the exit code."""
     with torch.inference_mode():
         shard = Shard(number, options.tensor_parallel)
         try:
-            part = load_part(options, shard)
+            part = load_part(options, shard, platform)
         except Exception as error:  # the leader says it: most likely it refuses the same
             channel.send(Frame("refused", {"reason": sentence_of(error)}))
             return FAILED_EXIT_CODE
         pin_process(options.rank_cpus[number] if options.rank_cpus else ())
         channel.send(Frame("loaded"))
         try:
-            Rank(channel, shard, part).serve()
+            Rank(channel, shard, part, platform, options).serve()
         except Exception as error:
             logger.exception("rank %d failed", number)
             channel.send(Frame("failed", {"reason": f"{type(error).__name__}: {error}"}))

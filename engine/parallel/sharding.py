@@ -222,8 +222,8 @@ def _kept(part: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
-def check_shapes(model: PreTrainedModel, whole: Probe, max_len: int, shard: Shard) -> None:
-    """Raise UnsupportedModel unless every layer of the cut model has its share of the heads of the whole one."""
+def check_shapes(model: PreTrainedModel, whole: Probe, max_len: int, shard: Shard) -> Probe:
+    """What a probe of the cut model shows. Raises UnsupportedModel unless each layer has its share of the heads."""
     try:
         part = probe_model(model, max_len)
     except UnsupportedModel as error:
@@ -240,3 +240,4 @@ def check_shapes(model: PreTrainedModel, whole: Probe, max_len: int, shard: Shar
                 f"when cut for tensor_parallel {shard.size}, of {all_of_it.num_heads} over {all_of_it.kv.kv_heads}; "
                 "give tensor_parallel 1"
             )
+    return part

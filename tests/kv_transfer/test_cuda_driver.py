@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from engine.gpu import driver
 from kv_transfer.base import TransferError
-from kv_transfer.transports.gpu import cuda, driver
+from kv_transfer.transports.gpu import cuda
 from kv_transfer.transports.gpu.cuda import CudaGpu
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the stand-in for libcuda needs g++")

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.gpu import driver
 from engine.pages.memory import KvMemory
 from engine.pages.page_table import Int64s, PartTable, part_at
 from kv_transfer.base import TransferError
-from kv_transfer.transports.gpu import driver
 from kv_transfer.transports.gpu.device import CopyQueue, Gpu
 
 cuda: Any = torch.cuda  # half typed
@@ -100,6 +100,14 @@ def _kernels() -> Any:
     return page_kernels
 
 
+@contextmanager
+def _of_transport() -> Iterator[None]:
+    try:
+        yield
+    except driver.CudaError as error:
+        raise TransferError(f"{error}; use another transport") from error
+
+
 class CudaGpu:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -127,7 +135,8 @@ class CudaGpu:
         self._is_warm = True
 
     def export(self, memory: KvMemory) -> tuple[bytes, int]:
-        handle, base = driver.export(self._device.index, memory.address)
+        with _of_transport():
+            handle, base = driver.export(self._device.index, memory.address)
         return handle, memory.address - base
 
     @property
@@ -136,10 +145,12 @@ class CudaGpu:
         return int(free)
 
     def open(self, handle: bytes) -> int:
-        return driver.open_handle(self._device.index, handle)
+        with _of_transport():
+            return driver.open_handle(self._device.index, handle)
 
     def close(self, address: int) -> None:
-        driver.close_handle(self._device.index, address)
+        with _of_transport():
+            driver.close_handle(self._device.index, address)
 
     def new_event(self) -> tuple[object, bytes]:
         with cuda.device(self._device):

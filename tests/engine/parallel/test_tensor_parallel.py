@@ -26,7 +26,6 @@ from engine.errors import EngineBroken, UnsupportedModel
 from engine.execution import run_step
 from engine.options import EngineOptions
 from engine.pages.layout import LayerKv
-from engine.parallel.leader import StartedRanks
 from engine.parallel.shard import Shard
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 from tests.engine.test_engine import LENGTHS, MODELS, all_logits, page_tables, prompts, save
@@ -235,9 +234,6 @@ def test_options_that_do_not_go_with_it() -> None:
         load("anything", 0)
     with pytest.raises(ValueError, match=r"^tensor_parallel is 2 with kv_dtype 'fp8_e4m3'; give one of the two$"):
         load("anything", 2, kv_dtype="fp8_e4m3")
-    options = EngineOptions(model="anything", tensor_parallel=2)
-    with pytest.raises(ValueError, match=r"^tensor_parallel is 2, and on GPUs only 1 is served; give replicas"):
-        StartedRanks.of(options, torch.device("cuda"))
 
 
 # Without processes: ranks as threads

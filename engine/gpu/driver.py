@@ -1,7 +1,7 @@
 """The CUDA driver's calls for memory of another process (libcuda, by ctypes), so that handles are plain bytes, and for
 streams that nobody shares.
 
-Each is made in the device's primary context, which torch uses too. What fails is a TransferError.
+Each is made in the device's primary context, which torch uses too. What fails is a CudaError.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from kv_transfer.base import TransferError
-
 LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: it does not wait for the default stream
+
+
+class CudaError(RuntimeError):
+    """One sentence: what CUDA cannot do, and why."""
 
 
 class _MemHandle(ctypes.Structure):
@@ -26,7 +28,7 @@ class _MemHandle(ctypes.Structure):
     @classmethod
     def of(cls, handle: bytes) -> _MemHandle:
         if len(handle) != 64:
-            raise TransferError(f"a CUDA memory handle has 64 bytes, and this one {len(handle)}; use another transport")
+            raise CudaError(f"a CUDA memory handle has 64 bytes, and this one {len(handle)}")
         return cls.from_buffer_copy(handle)
 
 
@@ -48,13 +50,13 @@ def open_handle(device: int, handle: bytes) -> int:
     address = ctypes.c_uint64()
     with _context(device) as cuda:
         code = cuda.cuIpcOpenMemHandle_v2(ctypes.byref(address), _MemHandle.of(handle), LAZY_PEER_ACCESS)
-        _check(code, "open the other worker's KV memory")
+        _check(code, "open another process's KV memory")
     return address.value
 
 
 def close_handle(device: int, address: int) -> None:
     with _context(device) as cuda:
-        _check(cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address)), "close the other worker's KV memory")
+        _check(cuda.cuIpcCloseMemHandle(ctypes.c_uint64(address)), "close another process's KV memory")
 
 
 def make_stream(device: int, priority: int) -> int:
@@ -77,7 +79,7 @@ def load() -> Any:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise TransferError(f"the CUDA driver cannot be loaded: {error}") from error
+        raise CudaError(f"the CUDA driver cannot be loaded: {error}") from error
     cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _MemHandle, ctypes.c_uint]
     return cuda
 
@@ -102,4 +104,4 @@ def _check(code: int, what: str) -> None:
     text = ctypes.c_char_p()
     load().cuGetErrorString(code, ctypes.byref(text))
     reason = (text.value or b"unknown error").decode()
-    raise TransferError(f"CUDA cannot {what}: {reason} ({code}); use another transport")
+    raise CudaError(f"CUDA cannot {what}: {reason} ({code})")

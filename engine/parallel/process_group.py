@@ -1,0 +1,96 @@
+"""Collectives of a worker's ranks by a torch ProcessGroup: NCCL on GPUs, in the current stream, so that a CUDA graph
+holds them; gloo on CPUs, where it proves the way of GPUs.
+
+The group is outside any default one. The ranks meet at a file in a folder that only this user may enter, so no store
+has a port. NCCL ends nothing by itself (its watchdog only watches): who hears that a rank is lost calls `abort`, and
+what waits on the GPU ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from engine.options import EngineOptions
+from engine.parallel.shard import Shard
+
+dist: Any = torch.distributed  # its names are not all in its type stubs
+WATCHDOG_S = 86_400.0  # NCCL's own timeout, out of the way
+NCCL_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+
+
+def check_gpus(options: EngineOptions, device: torch.device) -> None:
+    """Raise ValueError unless each rank has a GPU of its own, from the first on."""
+    size, count = options.tensor_parallel, torch.cuda.device_count()
+    if device.index:
+        raise ValueError(
+            f"device is {options.device!r} with tensor_parallel {size}, whose GPUs are the first ones; "
+            "give device: cuda, and CUDA_VISIBLE_DEVICES to choose them"
+        )
+    if count < size:
+        raise ValueError(f"tensor_parallel is {size}, and {count} GPUs are visible; give at most {count}")
+
+
+def make_group(meeting: Path, shard: Shard, device: torch.device, timeout_s: float) -> Any:
+    """Blocks until all ranks are there, each with the same `meeting`, a file that is not there yet."""
+    store = dist.FileStore(str(meeting), shard.size)
+    if device.type == "cpu":
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
+    for key, value in NCCL_DEFAULTS.items():
+        os.environ.setdefault(key, value)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=WATCHDOG_S)
+    return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+
+
+class GroupCollectives:
+    """Every rank calls the same ones in the same order. On GPUs they are queued, and nobody waits here."""
+
+    def __init__(self, group: Any, shard: Shard) -> None:
+        self._group = group
+        self._shard = shard
+
+    @classmethod
+    def meet(cls, meeting: Path, shard: Shard, device: torch.device, timeout_s: float) -> GroupCollectives:
+        """Also the first collective, which makes NCCL's communicator: no graph could hold that."""
+        met = cls(make_group(meeting, shard, device, timeout_s), shard)
+        met.sum(torch.zeros(1, device=device))
+        return met
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`."""
+        total = x.clone(memory_format=torch.contiguous_format)
+        self._group.allreduce([total]).wait()
+        return total
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """At rank 0 all ranks' `x` side by side in the last dimension; elsewhere the rank's own."""
+        x = x.contiguous()
+        parts = x.new_empty(self._shard.size, *x.shape)
+        self._group._allgather_base(parts.view(-1), x.view(-1)).wait()
+        return torch.cat(list(parts), dim=-1) if self._shard.rank == 0 else x
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Rank 0's `x` into all others'."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([x], options).wait()
+
+    @property
+    def abort(self) -> Callable[[], None]:
+        """From any thread: what waits in the group ends, with whatever bytes. A wait of gloo's ends by its timeout."""
+        abort: Callable[[], None] = self._group.abort
+        return abort
+
+    def close(self) -> None:
+        self._group.abort()
