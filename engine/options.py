@@ -71,8 +71,8 @@ class EngineOptions:
     max_graph_batch: int = 128  # requests of the largest graph; larger decode steps run without one
     tensor_parallel: int = knob(
         1,
-        "of one host that share each layer of a worker: heads, KV heads and MLP columns must divide; pools may differ; "
-        "on CPUs only: see *Tensor parallelism*",
+        "of one host that share each layer of a worker, on GPUs one each; heads and MLP columns must divide; pools may "
+        "differ: see *Tensor parallelism*",
         unit="processes",
         scope="pool",
         ge=1,

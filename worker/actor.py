@@ -114,8 +114,13 @@ class WorkerActor(MemberActor):
         def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:
             from engine.engine import Engine
             from engine.options import EngineOptions
+            from kv_transfer.transports.gpu import nccl_settings
             from worker.driver import make_worker
 
+            if (
+                engine["device"] == "cuda" and engine["tensor_parallel"] > 1
+            ):  # NCCL reads them for its first group: ranks'
+                nccl_settings.prepare(options.transfer.nccl, host)
             loaded = Engine.load(EngineOptions(**engine), progress=progress)
             pin_process(cpus)
             secret = greeting.secrets.cluster

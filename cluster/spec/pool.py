@@ -112,8 +112,8 @@ class PoolSpec(Spec):
     )
     num_gpus: float = setting(
         0.0,
-        "that Ray sets aside for each worker, at most 1 (for a spec that is read: one for each of its ranks); 0.5: two "
-        "workers share one; 0 with device cuda: the GPUs shared out, with `--address` one each",
+        "that Ray sets aside for each worker: one for each of its `tensor_parallel` processes, or less than one: 0.5, "
+        "and two workers share one; 0 with device cuda: the GPUs shared out, with `--address` one each",
         unit="GPUs",
         fixed="Ray has set them aside",
         ge=0,

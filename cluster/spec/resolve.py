@@ -56,8 +56,6 @@ def why_not_served(spec: ClusterSpec) -> str:
                 f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel}, and this version serves 1 only; "
                 "give tensor_parallel or replicas instead"
             )
-        if pool.tensor_parallel > 1 and _device_wanted(pool) == "cuda":
-            return _tensor_parallel_on_gpus(index, pool)
     return ""
 
 
@@ -69,8 +67,11 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
     for index, (pool, device) in enumerate(zip(spec.pools, devices, strict=True)):
         if device == "cuda" and machine is not None and machine.why_no_cuda:
             raise SpecError(f"pools[{index}] ({pool.label}) is to run on a GPU, but {machine.why_no_cuda}")
-        if device == "cuda" and pool.tensor_parallel > 1:
-            raise SpecError(_tensor_parallel_on_gpus(index, pool))
+        if device == "cuda" and 1 < pool.tensor_parallel != pool.num_gpus > 0:
+            raise SpecError(
+                f"pools[{index}].num_gpus is {pool.num_gpus:g} with tensor_parallel {pool.tensor_parallel}, whose "
+                f"processes each want a GPU of their own; give {pool.tensor_parallel}, or leave it out"
+            )
     try:
         check_devices(spec.pools, devices, spec.transfer.options(TransferOptions).transports)
     except ValueError as error:
@@ -78,13 +79,6 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
     if "cuda" not in devices:
         return tuple(pool.model_copy(update={"device": "cpu"}) for pool in spec.pools)
     return _share_gpus(spec.pools, machine)
-
-
-def _tensor_parallel_on_gpus(index: int, pool: PoolSpec) -> str:
-    return (
-        f"pools[{index}].tensor_parallel is {pool.tensor_parallel}, and on GPUs this version serves 1 only; "
-        "give replicas, each on a GPU of its own, or device: cpu"
-    )
 
 
 def _device_wanted(pool: PoolSpec) -> str:
@@ -101,10 +95,13 @@ def _device_of(machine: Machine | None) -> str:
 
 
 def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[PoolSpec, ...]:
-    """A GPU for each worker; where there are fewer, as many workers on each as must be. Raises SpecError."""
-    num_workers = sum(pool.replicas for pool in pools)
-    each = 1.0 if machine is None else 1.0 / -(-num_workers // machine.gpus)
-    shares = [pool.num_gpus or each for pool in pools]
+    """A GPU for each worker, or for each of its ranks; where there are fewer, as many workers of one process on each as
+    must be. Raises SpecError."""
+    num_alone = sum(pool.replicas for pool in pools if pool.tensor_parallel == 1)
+    of_ranks = sum(pool.replicas * pool.tensor_parallel for pool in pools if pool.tensor_parallel > 1)
+    left = num_alone if machine is None else max(1, machine.gpus - of_ranks)
+    each = 1.0 / max(1, -(-num_alone // max(1, left)))
+    shares = [pool.num_gpus or (each if pool.tensor_parallel == 1 else pool.tensor_parallel) for pool in pools]
     wanted = sum(share * pool.replicas for share, pool in zip(shares, pools, strict=True))
     if machine is not None and math.ceil(wanted - 1e-6) > machine.gpus:
         raise SpecError(
@@ -116,7 +113,7 @@ def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[Poo
             update={
                 "device": "cuda",
                 "num_gpus": share,
-                "gpu_memory_utilization": round(AUTO_GPU_SHARE * share, 4)
+                "gpu_memory_utilization": round(AUTO_GPU_SHARE * share / pool.tensor_parallel, 4)
                 if pool.gpu_memory_utilization == "auto"
                 else pool.gpu_memory_utilization,
             }

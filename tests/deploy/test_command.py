@@ -96,12 +96,12 @@ def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
 
 def test_what_a_planner_may_write_and_is_not_served_is_told_before_anything_starts(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
-    spec.write_text("model: org/m\npools: [{role: prefill}, {role: decode, tensor_parallel: 2, num_gpus: 2}]\n")
+    spec.write_text("model: org/m\npools: [{role: prefill}, {role: decode, pipeline_parallel: 2}]\n")
     refused = kvrelay(tmp_path, "up", str(spec))
     assert (refused.returncode, refused.stderr) == (
         2,
-        "error: pools[1].tensor_parallel is 2, and on GPUs this version serves 1 only; "
-        "give replicas, each on a GPU of its own, or device: cpu\n",
+        "error: pools[1].pipeline_parallel is 2, and this version serves 1 only; "
+        "give tensor_parallel or replicas instead\n",
     )
 
 

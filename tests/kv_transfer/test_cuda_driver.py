@@ -135,7 +135,7 @@ def test_a_machine_without_the_driver_says_so(monkeypatch: pytest.MonkeyPatch) -
 
     driver.load.cache_clear()
     monkeypatch.setattr("ctypes.CDLL", missing)
-    with pytest.raises(TransferError, match=r"the CUDA driver cannot be loaded: libcuda\.so\.1"):
+    with pytest.raises(driver.CudaError, match=r"the CUDA driver cannot be loaded: libcuda\.so\.1"):
         driver.load()
 
 

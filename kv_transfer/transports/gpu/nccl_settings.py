@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from engine.parallel.process_group import NCCL_DEFAULTS
+
 log = logging.getLogger(__name__)
 
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}  # left to itself, NCCL listens on any interface but this one
-DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 # For a test of correctness on a machine with one GPU, on NCCL below 2.30: each process calls itself another host and
 # they talk through sockets on loopback, at milliseconds a message. Never for serving.
@@ -35,7 +36,7 @@ MULTI_RANK_KEY = "NCCL_MULTI_RANK_GPU_ENABLE"
 def settings_for(chosen: Mapping[str, str], environ: Mapping[str, str], pid: int, host: str = "") -> dict[str, str]:
     """What the environment must say before NCCL is first used: what was chosen, then what is there, then ours.
     `host`: the worker's own address."""
-    ours = DEFAULTS | (LOOPBACK if host == "127.0.0.1" else {})
+    ours = NCCL_DEFAULTS | (LOOPBACK if host == "127.0.0.1" else {})
     if environ.get(ONE_GPU_SWITCH) == "1":
         ours |= ONE_GPU_SETTINGS | {HOST_ID: f"{HOST_ID_PREFIX}{pid}"}
     there = {key: environ[key] for key in ours if key in environ}

@@ -384,20 +384,31 @@ def test_a_planned_spec_of_any_degrees_loads_and_what_is_not_served_is_told_befo
         )
     )
     assert [(pool.tensor_parallel, pool.pipeline_parallel) for pool in planned.pools] == [(2, 1), (4, 2)]
-    on_gpus = (
-        "pools[0].tensor_parallel is 2, and on GPUs this version serves 1 only; "
-        "give replicas, each on a GPU of its own, or device: cpu"
-    )
     staged = "pools[1].pipeline_parallel is 2, and this version serves 1 only; give tensor_parallel or replicas instead"
     for spec, machine, wanted in (
-        (planned, with_gpus(8), on_gpus),
-        (planned, None, on_gpus),
-        (parse_spec(spec_data(pools=pools({"tensor_parallel": 2}))), with_gpus(8), on_gpus),
+        (planned, with_gpus(8), staged),
+        (planned, None, staged),
         (parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2}))), CPUS, staged),
     ):
         with pytest.raises(SpecError) as caught:
             resolve(spec, machine)
         assert str(caught.value) == wanted
+
+
+def test_each_process_of_a_worker_gets_a_gpu_and_other_workers_share_what_is_left() -> None:
+    data = pools({"tensor_parallel": 2}, {"replicas": 4})
+    for machine, alone in ((with_gpus(8), 1.0), (with_gpus(4), 0.5), (None, 1.0)):
+        given = pools({"tensor_parallel": 2, "device": "cuda"}, {"replicas": 4, "device": "cuda"})
+        prefill, *decode = workers_of(resolve(parse_spec(spec_data(pools=data if machine else given)), machine))
+        assert (prefill.num_gpus, prefill.engine["gpu_memory_utilization"]) == (2, 0.9)
+        assert prefill.engine["device"] == "cuda"
+        assert {plan.num_gpus for plan in decode} == {alone}
+    with pytest.raises(SpecError) as caught:
+        resolve(parse_spec(spec_data(pools=pools({"tensor_parallel": 2, "num_gpus": 1}))), with_gpus(8))
+    assert str(caught.value) == (
+        "pools[0].num_gpus is 1 with tensor_parallel 2, whose processes each want a GPU of their own; "
+        "give 2, or leave it out"
+    )
 
 
 def test_the_processes_of_a_worker_share_out_its_cores() -> None:
