@@ -15,6 +15,9 @@ import pytest
 import torch
 
 from engine.gpu import driver
+from engine.pages.layout import KvLayout, LayerKv
+from engine.parallel.frames import Frame
+from engine.parallel.messages import share_of
 from kv_transfer.base import TransferError
 from kv_transfer.transports.gpu import cuda
 from kv_transfer.transports.gpu.cuda import CudaGpu
@@ -100,6 +103,17 @@ def test_a_handle_names_the_allocation_and_where_the_pages_begin_in_it(gpu: Cuda
     assert library.stub_flags() == 1, "peer access is enabled for memory of another GPU"
     gpu.close(opened)
     assert library.stub_closed() == ADDRESS - 4096
+
+
+def test_a_rank_s_share_is_opened_for_its_leader_s_kernels(gpu: CudaGpu, library: Any) -> None:
+    handle, base = driver.export(3, ADDRESS)
+    layout = KvLayout(4, "float32", (LayerKv(2, 8, 8),), 5)
+    fields = {"share": "1/2", "handle": handle.hex(), "offset": ADDRESS - base}
+    share = share_of(Frame("share", fields), layout, torch.device("cuda", 3))
+    assert (share.address, share.num_bytes, share.handle, share.offset) == (ADDRESS, 1280, handle, 4096)
+    assert share.close is not None
+    share.close()
+    assert (library.stub_closed(), library.stub_balance()) == (ADDRESS - 4096, 0)
 
 
 def test_memory_that_cannot_be_shared_is_told_with_the_mend(gpu: CudaGpu, library: Any) -> None:
