@@ -130,9 +130,11 @@ class PagedModel:
             yield KvPages(memory, scales)
         finally:
             memory.close()
+            if self.ranks is not None:
+                self.ranks.free()
 
     def allocate(self, layout: KvLayout) -> KvMemory:
-        """Pages to run over. Where there are other ranks these have one memory at a time: the last."""
+        """Pages to run over. Where there are other ranks these have one memory at a time."""
         if self.ranks is not None:
             return self.ranks.allocate(layout, self.device)
         return KvMemory(layout, str(self.device))

@@ -153,17 +153,22 @@ class Ranks:
         self._on_layer = on_layer
 
     def allocate(self, layout: KvLayout, device: torch.device) -> KvMemory:
-        """Pages of which each rank has its share, in memory of its own; what they had before they give up.
+        """Pages of which each rank has its share, in memory of its own. They have one such memory at a time.
 
         Raises ValueError when there is not so much memory, EngineBroken.
         """
-        self._memory = None
         if device.type == "cpu":
             check_free(sum(share.of(layout).total_bytes for share in self.shares))
+        assert self._memory is None, "the memory before is to be freed"
         answers = self._processes.ask(memory_frame(layout), "share", ALLOCATE_TIMEOUT_S)
         others = [share_of(answer, layout, device) for answer in answers]
         self._memory = KvMemory(layout, str(device), share=self.shares[0], others=others)
         return self._memory
+
+    def free(self) -> None:
+        """Give up the memory on every rank. Raises EngineBroken."""
+        self._memory = None
+        self._processes.send(Frame("free"))
 
     def least_pages(self, layout: KvLayout, peak_bytes: int) -> int:
         """How many pages the other ranks have room for, each on its own GPU. Raises ValueError, EngineBroken."""

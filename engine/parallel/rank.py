@@ -111,11 +111,13 @@ class Rank:
         return self._memory
 
     def _allocate(self, frame: Frame) -> None:
-        self._memory = None  # its bytes are free before others are taken
         share = Share(self._shard.rank, self._shard.size)
         self._memory = KvMemory(layout_of(frame), str(self._model.device), share=share)
         self._channel.send(share_frame(self._memory))
         self._memory.close()  # of its file the leader has its own
+
+    def _free(self, frame: Frame) -> None:
+        self._memory = None
 
     def _step(self, frame: Frame) -> None:
         meta, rows = step_of(frame)
@@ -144,6 +146,7 @@ class Rank:
         "seat": _seat,
         "group": _group,
         "memory": _allocate,
+        "free": _free,
         "fit": _fit,
         "steps": _make_steps,
         "no graphs": lambda self, _: drop_graphs(self._steps),
