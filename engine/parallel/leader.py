@@ -44,6 +44,7 @@ from engine.parallel.processes import Processes
 from engine.parallel.shard import Shard
 from engine.pending import Steps
 from engine.types import ModelInfo
+from engine.weights import ropes
 from engine.weights.config import load_config
 from engine.weights.loader import set_attention
 
@@ -85,7 +86,7 @@ class StartedRanks:
         cuts = sharding.shard_model(module, self._shard, whole)
         part = sharding.check_shapes(module, whole, max_len, self._shard)
         set_attention(module, hooks.SERVE)
-        module.to(self._device)
+        ropes.move(module, self._device)
         return cuts, part
 
     def join(self, cuts: list[Cut]) -> Ranks:

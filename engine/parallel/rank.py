@@ -75,7 +75,7 @@ def load_part(options: EngineOptions, shard: Shard, platform: Platform) -> Part:
     cuts = sharding.shard_model(module, shard, whole)
     part = sharding.check_shapes(module, whole, served.max_len, shard)
     loader.set_attention(module, hooks.SERVE)
-    module.to(platform.device)
+    ropes.move(module, platform.device)
     return Part(replace(platform.prepare(module, part, options, served), probe=whole), cuts)
 
 

@@ -45,6 +45,14 @@ def adopt(model: PreTrainedModel, rope: LengthRope | None) -> None:
         object.__setattr__(rotary, "forward", ours)
 
 
+def move(model: PreTrainedModel, device: torch.device) -> None:
+    """All of the model to the device, what turns its rows by length included."""
+    model.to(device)
+    for module in model.modules():
+        if isinstance(ours := module.__dict__.get("forward"), TurnedByLength):
+            ours.move(device)
+
+
 def _refusal(model: PreTrainedModel, rope: LengthRope, why: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"{type(model).__name__} has RoPE whose frequencies follow the longest request of a batch beyond {rope.limit} "
@@ -70,6 +78,12 @@ class TurnedByLength:
         else:
             make = ROPE_INIT_FUNCTIONS["longrope"]
             self._long_F, _ = make(config, self.device, seq_len=rope.limit + 1)
+
+    def move(self, device: torch.device) -> None:
+        self.device = device
+        self._short_F, self._long_F = self._short_F.to(device), self._long_F.to(device)
+        if self.rope.is_dynamic:
+            self._exponents_F = self._exponents_F.to(device)
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         state = held_by(self.rotary)

@@ -13,6 +13,7 @@ from engine.engine import Engine
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 from engine.types import LengthRope
+from engine.weights import ropes
 from engine.weights.config import length_rope, resolve_max_len
 from tests.engine.rehearsal import rehearse
 from tests.engine.test_engine import save
@@ -93,3 +94,13 @@ def test_dynamic_ropes_stretch_the_positions() -> None:
     assert length_rope(config, 128) == LengthRope(limit=64, is_dynamic=True, is_anew=False)
     with pytest.raises(ValueError, match="max_model_len is 129, but the model has 128 positions"):
         resolve_max_len(129, config)
+
+
+@pytest.mark.parametrize("name", ["llama_dynamic_rope", "llama_longrope"])
+def test_what_turns_rows_goes_with_its_model_to_another_device(name: str, tmp_path: Path) -> None:
+    engine = Engine.load(EngineOptions(model=str(make_tiny_model(name, tmp_path)), parity_check=False, **SMALL))
+    ropes.move(engine.model.module, torch.device("meta"))
+    [ours] = [m.forward for m in engine.model.module.modules() if hasattr(m, "original_inv_freq")]
+    held = [value for value in vars(ours).values() if isinstance(value, torch.Tensor)]
+    assert {value.device.type for value in held} == {ours.device.type} == {"meta"}
+    assert len(held) == (3 if name == "llama_dynamic_rope" else 2)
