@@ -8,7 +8,7 @@ reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from engine.pages.layout import KvLayout
 from engine.pages.share import Plane, PlaneRun, Share, planes
 
+_Runs = list[tuple[PlaneRun, int]]  # of one plane, with the addresses of the shares that have them
 Int64s = npt.NDArray[np.int64]
 WIDE_BYTES = 16  # what one thread loads at once, where addresses and sizes allow
 WORD_BYTES = 8
@@ -103,7 +104,7 @@ class Places:
         """`shares`: with the address of each."""
         self.layout = layout
         runs = [(share.runs(layout), address) for share, address in shares]
-        self._planes: list[tuple[Plane, list[tuple[PlaneRun, int]]]] = []
+        self._planes: list[tuple[Plane, _Runs]] = []
         for layer in range(layout.num_layers):
             there = [(of_share[layer], address) for of_share, address in runs if layer in of_share]
             for which, plane in enumerate(planes(layout, layer)):
@@ -117,7 +118,7 @@ class Places:
         """Every head once."""
         return self._table(layers, lambda runs: list({run.start: (run, at) for run, at in reversed(runs)}.values()))
 
-    def _table(self, layers: range, choose: Any) -> PartTable:
+    def _table(self, layers: range, choose: Callable[[_Runs], _Runs]) -> PartTable:
         chosen = self._planes[2 * layers.start : 2 * layers.stop]
         rows = [
             (n, at + run.offset, plane.tokens * run.nbytes, run.start, run.nbytes, plane.tokens, plane.token_bytes)

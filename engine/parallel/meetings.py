@@ -21,6 +21,10 @@ class Reduce(Protocol):
     def gather(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+def nobody(layer: int) -> None:
+    """Waits for the layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """A projection, or experts, whose products must meet the other ranks'; or a norm whose mean must."""

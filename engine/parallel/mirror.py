@@ -21,6 +21,7 @@ import torch
 from engine.gpu.steps import Alone
 from engine.kept import KeptPages
 from engine.parallel.frames import Frame
+from engine.parallel.meetings import nobody
 from engine.sampling.device import Drawn, SamplingPlan, draw
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 
@@ -62,7 +63,7 @@ def step_of(frame: Frame) -> Step:
         )
         for i, request in enumerate(fields["requests"])
     ]
-    return Step(chunks=chunks, on_layer=_nobody if fields["tells_layers"] else None)
+    return Step(chunks=chunks, on_layer=nobody if fields["tells_layers"] else None)
 
 
 def _kept(fields: Mapping[str, Any] | None) -> KeptPages | None:
@@ -77,10 +78,6 @@ def _joined(name: str, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
 def _cut(frame: Frame, name: str) -> list[list[int]]:
     joined, ends = frame.arrays[name].tolist(), frame.arrays[f"{name}_ends"].tolist()
     return [joined[start:end] for start, end in pairwise(ends)]
-
-
-def _nobody(layer: int) -> None:
-    return
 
 
 def graph_sizes(steps: Any) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ what waits on the GPU ends.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,11 +85,9 @@ class GroupCollectives:
         options.rootRank = 0
         self._group.broadcast([x], options).wait()
 
-    @property
-    def abort(self) -> Callable[[], None]:
+    def abort(self) -> None:
         """From any thread: what waits in the group ends, with whatever bytes. A wait of gloo's ends by its timeout."""
-        abort: Callable[[], None] = self._group.abort
-        return abort
+        self._group.abort()
 
     def close(self) -> None:
-        self._group.abort()
+        self.abort()

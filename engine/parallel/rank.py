@@ -32,7 +32,7 @@ from engine.pages.share import Share
 from engine.parallel import mirror, sharding
 from engine.parallel.collectives import Collectives
 from engine.parallel.frames import Channel, Frame
-from engine.parallel.meetings import Cut, connect
+from engine.parallel.meetings import Cut, connect, nobody
 from engine.parallel.messages import copies_of, info_of, layout_of, share_frame, step_of
 from engine.parallel.mirror import RankMirror, drop_graphs, graph_sizes
 from engine.parallel.process_group import GroupCollectives
@@ -97,12 +97,12 @@ class Rank:
 
     def _seat(self, frame: Frame) -> None:
         collectives = Collectives(frame.files, self._shard, float(frame.fields["timeout_s"]))
-        connect(self._part.cuts, collectives, _nobody)
+        connect(self._part.cuts, collectives, nobody)
 
     def _group(self, frame: Frame) -> None:
         meeting, timeout_s = Path(frame.fields["meeting"]), float(frame.fields["timeout_s"])
         group = GroupCollectives.meet(meeting, self._shard, self._model.device, timeout_s)
-        connect(self._part.cuts, group, _nobody)
+        connect(self._part.cuts, group, nobody)
         self._model = replace(self._model, mirror=RankMirror(group))
 
     @property
@@ -155,10 +155,6 @@ class Rank:
         "step": _step,
         "chunks": _chunks,
     }
-
-
-def _nobody(layer: int) -> None:
-    return
 
 
 def main(fd: int, parent: int) -> int:

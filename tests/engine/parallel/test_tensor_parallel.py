@@ -153,6 +153,7 @@ def test_four_processes_give_the_same_tokens_and_a_lost_one_breaks_them_all(dire
     try:
         for params in (GREEDY, SEEDED):
             assert tokens_of(four, params, chunk=16) == tokens_of(one, params, chunk=512)
+        assert four.model.page_bytes(four.layout) == 2 * one.layout.page_bytes()  # each KV head stands twice
         pids = four.model.ranks.pids  # type: ignore[union-attr]
         os.kill(pids[1], signal.SIGKILL)
         step = Step(chunks=[Chunk(request_id="a", token_ids=[5, 6], start=0, block_table=[0])] * 2)
