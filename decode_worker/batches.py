@@ -70,7 +70,12 @@ class DecodeRequest:
     @property
     def is_in_use(self) -> bool:
         """By a batch that is computed, or by a move."""
-        return self.is_moving or self.scheduled_len > self.computed_len
+        return self.is_moving or self.is_in_flight
+
+    @property
+    def is_in_flight(self) -> bool:
+        """In a batch that is computed."""
+        return self.scheduled_len > self.computed_len
 
     @property
     def num_rows(self) -> int:

@@ -42,7 +42,9 @@ class DecodeRole:
         self._host = host
         self._name = host.options.name
         self._eos_token_ids = host.engine.info.eos_token_ids
-        self.policy = policy or DecodePolicy(host.pool, host.options.policy, name=host.options.name)
+        self.policy = policy or DecodePolicy(
+            host.pool, host.options.policy, name=host.options.name, num_stages=host.engine.num_stages
+        )
         self.reservations = Reservations(host, self.policy)
         self.requests = self.reservations.requests
         self.peers = peers or Peers(host)
@@ -53,10 +55,16 @@ class DecodeRole:
         self._drafts: Drafts | None = None
         if self.policy.options.num_speculative_tokens:
             self._drafts = self._make_drafts(host)
-        self._steps = StepClock()
+        self._steps = StepClock(host.engine.num_stages)
 
     def _make_drafts(self, host: RoleHost) -> Drafts:
-        """Raises ValueError: the model's state cannot be taken back to before a guess."""
+        """Raises ValueError: the model's state cannot be taken back to before a guess, or steps of stages wait for
+        none."""
+        if host.engine.num_stages > 1:
+            raise ValueError(
+                f"num_speculative_tokens is {self.policy.options.num_speculative_tokens} with pipeline_parallel "
+                f"{host.engine.num_stages}; give one of the two"
+            )
         if host.engine.layout.has_states:
             raise ValueError(
                 f"num_speculative_tokens is {self.policy.options.num_speculative_tokens}, but "
@@ -168,7 +176,9 @@ class DecodeRole:
     @property
     def waits_for_tokens(self) -> bool:
         """Penalties look at every token so far: such a request's next step waits for the last one's. So do guesses, and
-        pages that go as tokens come."""
+        pages that go as tokens come. Where there are stages, all requests' steps wait for their own last ones only."""
+        if self._host.engine.num_stages > 1:
+            return False
         return self._drafts is not None or any(
             request.params.reads_output or request.kept is not None for request in self.requests.values()
         )

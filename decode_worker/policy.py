@@ -33,7 +33,8 @@ Dropped pages. One that keeps less than all of its KV counts the tokens that it 
 `drop_page` takes a page from among them.
 
 The batch. Ready requests join by priority, then in order of their commit, up to max_batch_size. Each step computes one
-token for every running request that has no token in flight beyond what its pages can hold.
+token for every running request that has no token in flight beyond what its pages can hold. Where an engine has pipeline
+stages, each has a batch of its own: a request is in one of them, and each holds an even share of all.
 
 Guesses. Behind a request's next token a step may run guesses at those that follow (drafts.py), in rows and pages that
 nobody else needs now: nobody leaves, or waits, for a guess. It is in no other step meanwhile; those that were wrong are
@@ -63,10 +64,11 @@ _order = attrgetter("order")
 
 
 class DecodePolicy:
-    def __init__(self, pool: PagePool, options: DecodeOptions, *, name: str = "decode") -> None:
+    def __init__(self, pool: PagePool, options: DecodeOptions, *, name: str = "decode", num_stages: int = 1) -> None:
         self.pool = pool
         self.options = options
         self.name = name
+        self.num_stages = num_stages  # of the engine
         self._requests: dict[str, DecodeRequest] = {}
         self._queued: dict[str, DecodeRequest] = {}
         self._held: dict[str, DecodeRequest] = {}
@@ -380,15 +382,19 @@ class DecodePolicy:
         preempted: list[str] = []
         scheduled: list[DecodeRequest] = []
         page_size = self.pool.page_size
+        left = -(-self._num_rows // self.num_stages)  # rows
         for request in list(self._by_age):  # who is preempted leaves it meanwhile
+            if left <= 0:
+                break
             if request.is_over or request.drafted or request.scheduled_len >= min(request.max_len, request.stops_at):
                 continue
-            if request.num_beams and request.is_in_use:
-                continue  # which beams live is not known yet
+            if request.is_in_flight and (request.num_beams or self.num_stages > 1):
+                continue  # which beams live, or what its last token is, is not known yet
             has_room = request.beams is None and request.scheduled_len < len(request.pages) * page_size
             if has_room or self._grow(request, preempted):
                 scheduled.append(request)
                 request.scheduled_len += 1
+                left -= request.num_rows
         if preempted and not scheduled and self._ready:  # who left made room in the batch, too
             again = self.schedule()
             return DecodeSchedule(

@@ -48,6 +48,7 @@ class Engine:
 
         Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
         """
+        options.validate()
         if options.speculative_model and has_heads(options.speculative_model):
             loaded, _ = load_both(replace(options, speculative_model=""), progress, platform)
             return cls(loaded, MedusaHeads.of(options.speculative_model, loaded))
@@ -66,10 +67,18 @@ class Engine:
         """Whether `begin` returns before the step is done, so that it pays to begin the next one meanwhile."""
         return self.steps.can_overlap and not self.layout.has_states  # a step that fails is taken back at once
 
+    @property
+    def num_stages(self) -> int:
+        """Above 1: so many steps may be begun before the first is done, none of which needs a token of another, and
+        each is computed in a part of the engine of its own."""
+        return 1 if self.model.ranks is None else self.model.ranks.num_stages
+
     @cached_property
     def why_kept_whole(self) -> str:
         """Why no page of a request can be left out, in a few words; empty if one can be."""
         attentions = self.model.probe.attentions
+        if self.num_stages > 1:
+            return "is cut in pipeline stages, none of which sees all attention"
         if self.layout.has_states or not attentions:
             return "keeps a state beside KV"
         if any(layer.window or layer.chunk for layer in attentions):

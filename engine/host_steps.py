@@ -1,11 +1,17 @@
-"""HostSteps runs steps on a CPU: each is done when `begin` returns, and its tokens are drawn on the host."""
+"""HostSteps runs steps on a CPU: each is done when `begin` returns, and its tokens are drawn on the host.
+
+PipelineSteps does so where other processes have some of the layers: `begin` has them compute, `result` does the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch
 
 from engine.paged_model import KvPages, PagedModel
+from engine.parallel.stages import BegunPass, Stages
 from engine.pending import DoneStep, PendingStep, WantedRows
 from engine.sampling.host import sampled_tokens
 from engine.types import PENDING, Chunk, SampledToken, Step
@@ -34,3 +40,34 @@ class HostSteps:
             return chunk
         last = self._last_tokens[chunk.request_id]
         return replace(chunk, token_ids=[last if token == PENDING else token for token in chunk.token_ids])
+
+
+@dataclass(frozen=True, slots=True)
+class _PassingStep:
+    """The stages before this process compute it."""
+
+    model: PagedModel
+    stages: Stages
+    begun: BegunPass
+    wanted: WantedRows
+
+    def result(self) -> list[SampledToken]:
+        with torch.inference_mode():
+            rows = torch.tensor(self.wanted.rows, dtype=torch.long)
+            logits = self.stages.finish(self.begun, rows, self.model.run_alone)
+            return sampled_tokens(logits, self.wanted.request_ids, self.wanted.specs) if self.wanted.specs else []
+
+
+class PipelineSteps:
+    """As many steps may be begun as there are stages, of other requests each, or of later parts of a prompt."""
+
+    can_overlap = True
+
+    def __init__(self, model: PagedModel, stages: Stages, pages: KvPages) -> None:
+        self._model = model
+        self._stages = stages
+        self._pages = pages
+
+    def begin(self, step: Step) -> PendingStep:
+        begun = self._stages.begin(self._pages.memory, self._model.packed(step.chunks), step.on_layer)
+        return _PassingStep(self._model, self._stages, begun, WantedRows.of(step.chunks))

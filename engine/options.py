@@ -77,6 +77,14 @@ class EngineOptions:
         scope="pool",
         ge=1,
     )
+    pipeline_parallel: int = knob(
+        1,
+        "of one host that have a run of a worker's layers each, and compute as many batches at once; pools may differ; "
+        "on CPUs only: see *Pipeline parallelism*",
+        unit="stages",
+        scope="pool",
+        ge=1,
+    )
     max_adapters: int = knob(
         16,
         "LoRA adapters that a worker keeps in memory, those used last, where a step needs no more",
@@ -86,7 +94,7 @@ class EngineOptions:
     )
     speculative_model: str = ""  # guesses tokens ahead of the other: a directory or hub name; empty: none
     collectives: Literal["auto", "shared", "process_group"] = "auto"  # of ranks; auto: shared memory on CPUs, else NCCL
-    rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin the other ranks to, by rank; empty: not pinned
+    rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin its processes to, by rank or stage; empty: not pinned
 
     def validate(self) -> None:
         """Raise ValueError for the first option that is out of range."""
@@ -101,15 +109,30 @@ class EngineOptions:
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             share = self.gpu_memory_utilization
             raise ValueError(f"gpu_memory_utilization is {share:g}; give a share above 0 and up to 1")
-        if self.tensor_parallel > 1 and self.quantization != "none":
-            raise ValueError(
-                f"quantization is {self.quantization!r} with tensor_parallel {self.tensor_parallel}; "
-                "give one of the two"
-            )
+        for key in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(self, key) > 1 and self.quantization != "none":
+                raise ValueError(
+                    f"quantization is {self.quantization!r} with {key} {getattr(self, key)}; give one of the two"
+                )
+        self._validate_stages()
         if self.tensor_parallel > 1 and self.kv_dtype != "auto":
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel} with kv_dtype {self.kv_dtype!r}; give one of the two"
             )
+
+    def _validate_stages(self) -> None:
+        if self.pipeline_parallel == 1:
+            return
+        for key, without in (("tensor_parallel", 1), ("speculative_model", "")):
+            if (value := getattr(self, key)) != without:
+                raise ValueError(
+                    f"pipeline_parallel is {self.pipeline_parallel} with {key} {value!r}; give one of the two"
+                )
+
+    @property
+    def num_processes(self) -> int:
+        """That an engine is, its leader counted."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 def check_device_name(name: str) -> None:

@@ -1,6 +1,6 @@
 """PagedModel runs packed rows through a model whose attention goes through pages: chunks -> logits.
 
-It owns no pages: each pass is told over which it runs. Where there are other ranks, all run each pass together.
+It owns no pages: each pass is told over which it runs. Where there are other ranks or stages, all run each pass.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory, LayerPages
 from engine.parallel.leader import Ranks
+from engine.parallel.team import Team
 from engine.state.states import States
 from engine.types import Chunk, OnLayer
 from engine.upload_guard import queued
@@ -66,7 +67,7 @@ class PagedModel:
     page_size: int
     row_multiple: int = 1  # to which a step's rows are padded
     place: Callable[[StepMeta], StepMeta] = in_place  # brings what kernels read of a step to the device
-    ranks: Ranks | None = None
+    ranks: Team | None = None
     mirror: Mirror = ALONE  # of steps on a GPU
     journal: Journal = field(default_factory=Journal)
 
@@ -78,8 +79,15 @@ class PagedModel:
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.long)
         if self.ranks is None:
             return self.run(pages, self.place(meta), _on(self.device, wanted), on_layer)
-        with self.ranks.told(meta, wanted):
-            return self.run(pages, self.place(meta), _on(self.device, wanted), on_layer)
+        return self.ranks.run(pages.memory, meta, wanted, on_layer, self._run_placed)
+
+    def packed(self, chunks: Sequence[Chunk]) -> StepMeta:
+        return self.place(build_meta(chunks, self.page_size, self.row_multiple))
+
+    def _run_placed(
+        self, memory: LayerPages, meta: StepMeta, rows: torch.Tensor | None, on_layer: OnLayer | None
+    ) -> torch.Tensor:
+        return self.run_alone(memory, self.place(meta), _on(self.device, rows), on_layer)
 
     def run(
         self, pages: KvPages, meta: StepMeta, rows: torch.Tensor | None, on_layer: OnLayer | None = None
@@ -87,6 +95,7 @@ class PagedModel:
         """The same, of a step that is packed and placed, and that other ranks have been told of."""
         if self.ranks is None:
             return self.run_alone(pages.memory, meta, rows, on_layer, pages.scales)
+        assert isinstance(self.ranks, Ranks), "stages have steps of their own"
         self.ranks.hear(pages.memory, on_layer)
         return self.run_alone(pages.memory, meta, rows)
 

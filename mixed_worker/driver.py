@@ -39,7 +39,8 @@ class MixedBatch:
 class MixedRole:
     def __init__(self, host: RoleHost) -> None:
         self._host = host
-        self.policy = MixedPolicy(host.pool, host.options.policy, name=host.options.name)
+        stages = host.engine.num_stages
+        self.policy = MixedPolicy(host.pool, host.options.policy, name=host.options.name, num_stages=stages)
         peers = Peers(host)
         self._decode = DecodeRole(host, self.policy.decode, peers)
         self._prefill = PrefillRole(host, lambda *_: self.policy.prefill, beside=self._decode, peers=peers)

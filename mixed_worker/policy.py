@@ -1,8 +1,9 @@
 """MixedPolicy shares a worker's steps and pages between prompts and answers: a PrefillPolicy and a DecodePolicy.
 
-Steps. Every running request has its token in every step; chunks of prompts fill what that leaves, at most
-`chunk_tokens` of them. So each decode step takes longer by one chunk at most, while prompts are read at the rate of a
-chunk a step (Sarathi-Serve, Agrawal et al., OSDI 2024); chunk_tokens is the slider between the two phases.
+Steps. Every running request has its token in every step, or in one of as many as there are pipeline stages; chunks of
+prompts fill what that leaves, at most `chunk_tokens` of them. So each decode step takes longer by one chunk at most,
+while prompts are read at the rate of a chunk a step (Sarathi-Serve, Agrawal et al., OSDI 2024); chunk_tokens is the
+slider between the two phases.
 
 Pages. A prompt begins when the decode policy lets it: it counts there as a request that was admitted, and reservations
 of other workers do not pass it, nor it them. One that is decoded here keeps its pages (`DecodePolicy.adopt`).
@@ -21,10 +22,10 @@ from prefill_worker.policy import PrefillPolicy
 class MixedPolicy:
     parts = ("prefill", "decode")
 
-    def __init__(self, pool: PagePool, options: MixedOptions, *, name: str = "mixed") -> None:
+    def __init__(self, pool: PagePool, options: MixedOptions, *, name: str = "mixed", num_stages: int = 1) -> None:
         self.pool = pool
         self.options = options
-        self.decode = DecodePolicy(pool, options, name=name)
+        self.decode = DecodePolicy(pool, options, name=name, num_stages=num_stages)
         self.prefill = PrefillPolicy(pool, options, beside=self.decode)
 
     def prompt_tokens(self, num_decoding: int) -> int:

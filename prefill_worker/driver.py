@@ -84,7 +84,7 @@ class PrefillRole:
         self.handoffs = Handoffs(host, self.policy, peers or Peers(host))
         self.passing = Passing(host, self.policy, self.handoffs, on_passed=self._end, on_doubt=self._end_undelivered)
         self.requests: dict[str, HeldPrompt] = {}
-        self._steps = StepClock()
+        self._steps = StepClock(host.engine.num_stages)
 
     @property
     def max_batch(self) -> int:

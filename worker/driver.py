@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -98,7 +98,7 @@ class Worker(Generic[RoleT]):
         self._wake = asyncio.Event()
         self._step_loop: asyncio.Task[None] | None = None
         self._begin_role(make_role)
-        self._watched = WatchedEngine(engine, self.clock.now_s)
+        self._watched = WatchedEngine(engine, self.clock.now_s, engine.num_stages)
         max_failed_steps = options.max_failed_steps
         self._steps: RunAhead[Any] = RunAhead(self._watched, self._step_of, max_failed_steps=max_failed_steps)
         self._change = RoleChange(self)
@@ -316,19 +316,28 @@ class Worker(Generic[RoleT]):
     async def _run_ahead(self) -> None:
         """On a GPU the next step is prepared and begun while the last one runs, with its tokens still to come: the
         GPU never waits for what is done here. The second of two may compute a token for a request that has ended with
-        the first, which nobody reads."""
-        first: BegunBatch[Any] | None = None
-        while not self._has_stopped or first is not None:
-            if first is not None and (first.must_finish or self.role.waits_for_tokens):
+        the first, which nobody reads. Of an engine in pipeline stages each is kept busy with a step of its own."""
+        begun: deque[BegunBatch[Any]] = deque()
+        while not self._has_stopped or begun:
+            if await self._begin_next(begun):
+                continue
+            if begun:
+                first = begun.popleft()
                 self._on_step(first.batch, await self._steps.finish(first))
-                first = None
-            batch = None if self._has_stopped else self.role.next_batch()
-            second = await self._steps.begin(batch, first) if batch is not None else None
-            if first is not None:
-                self._on_step(first.batch, await self._steps.finish(first))
-            elif second is None:
+            else:
                 await self._sleep()
-            first = second
+
+    async def _begin_next(self, begun: deque[BegunBatch[Any]]) -> bool:
+        """Begin one more step, if there is one to begin now."""
+        if self._has_stopped or len(begun) == max(2, self.engine.num_stages):
+            return False
+        if begun and (begun[-1].must_finish or self.role.waits_for_tokens):
+            return False
+        batch = self.role.next_batch()
+        if batch is None:
+            return False
+        begun.append(await self._steps.begin(batch, begun[-1] if begun else None))
+        return True
 
     def _step_of(self, batch: Any) -> Step:
         return self.role.step_of(batch)

@@ -36,6 +36,8 @@ def record_calls(policy: Any, directory: str | Path, name: str) -> None:
     if hasattr(policy, "pool"):
         header |= {"num_pages": policy.pool.num_pages, "page_size": policy.pool.page_size}
         header["at_rest"] = plain(policy.pool.at_rest)
+    if num_stages := getattr(getattr(policy, "decode", policy), "num_stages", 0):
+        header["num_stages"] = num_stages
     recorder = _Recorder(_unused(Path(directory), name), header)
     parts = {"": policy} | {f"{part}.": getattr(policy, part) for part in getattr(policy, "parts", ())}
     for prefix, part in parts.items():

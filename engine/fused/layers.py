@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.attention.forward_pass import ForwardPass
 from engine.fused.kernels import Heads, Kernels, MakeRotation, NormWeight, OneCall, Rotation
+from engine.weights.stage import PassLeaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +93,21 @@ class Layer:
 class Decoder:
     """Llama's whole model: a layer's last addition is made by the next one's norm."""
 
-    embed: nn.Module
+    embed: Callable[[torch.Tensor | None], torch.Tensor]  # or what came from the pipeline stage before
     layers: tuple[Layer, ...]
     norm: Norm
     rotation: MakeRotation
     in_one_call: OneCall  # where it serves
+    leaves: bool = False  # for the next pipeline stage, behind its layers
 
     def __call__(
         self, input_ids: torch.Tensor | None = None, *args: Any, kvrelay: ForwardPass, **kwargs: Any
     ) -> BaseModelOutputWithPast:
-        total: torch.Tensor = self.embed(input_ids)
+        total = self.embed(input_ids)
         rotation = self.rotation(total, kvrelay.meta.positions)
         if self.in_one_call.serves(kvrelay):
-            return BaseModelOutputWithPast(last_hidden_state=self.in_one_call(total, rotation, kvrelay))
+            normed = self.in_one_call(total, rotation, kvrelay)
+            return self._end(total, normed)
         normed = self.layers[0].input_norm(total)
         for at, layer in enumerate(self.layers, 1):
             attended, _ = layer.attention(normed, rotation, kvrelay=kvrelay)
@@ -113,4 +115,9 @@ class Decoder:
             following = self.layers[at].input_norm if at < len(self.layers) else self.norm
             assert isinstance(following, Norm)
             total, normed = following.after_adding(total, layer.mlp(normed))
+        return self._end(total, normed)
+
+    def _end(self, total: torch.Tensor, normed: torch.Tensor) -> BaseModelOutputWithPast:
+        if self.leaves:
+            raise PassLeaves(total)
         return BaseModelOutputWithPast(last_hidden_state=normed)

@@ -67,6 +67,7 @@ class LayersInOneCall:
     def __init__(self, layers: Sequence[Layer], norm: Norm) -> None:
         self._layers = layers
         self._norm = norm
+        self._first = layers[0].attention.layer  # of a pipeline's later stages not 0
         self._memory: Callable[[], Any] = lambda: None  # for which the arguments were made
         self._args: ctypes.Array[_Layer] | None = None  # None: not in one call
         self._scratch_width = 0
@@ -80,12 +81,13 @@ class LayersInOneCall:
         return self._args is not None
 
     def __call__(self, total: torch.Tensor, rotation: Rotation, state: ForwardPass) -> torch.Tensor:
-        """The last norm of the hidden states [1, T, N] that the embedding `total` became; it is overwritten."""
+        """The last norm of what the hidden states `total` [1, T, N] became behind the layers; they are overwritten by
+        it."""
         assert isinstance(rotation, tuple), "CPU layers rotate by the model's own cosines"
         meta, normed = state.meta, torch.empty_like(total)
         scratch = total.new_empty(meta.num_rows * self._scratch_width)
         cos, sin = (x.contiguous() for x in rotation)
-        told, on_layer = _told(state.on_layer)
+        told, on_layer = _told(state.on_layer, self._first)
         step = _Step(
             total=total.data_ptr(),
             normed=normed.data_ptr(),
@@ -126,7 +128,9 @@ class LayersInOneCall:
         """The arguments that are the same in every step over these pages."""
         self._memory = weakref.ref(state.memory)
         self._args = None
-        if not all(layer.attention.layer == i and _is_in_panels(layer) for i, layer in enumerate(self._layers)):
+        if not all(
+            layer.attention.layer == i and _is_in_panels(layer) for i, layer in enumerate(self._layers, self._first)
+        ):
             return
         self._library = native.library()
         self._library.kvrelay_scratch.restype = ctypes.c_int64
@@ -172,15 +176,15 @@ def _linear(linear: Any) -> _Linear:
     return _Linear(linear.packed.data_ptr(), scales, bias, linear.in_features, linear.out_features, site)
 
 
-def _told(on_layer: Callable[[int], None] | None) -> tuple[list[BaseException], Any]:
-    """`on_layer` as C may call it, and where its error will lie."""
+def _told(on_layer: Callable[[int], None] | None, first: int) -> tuple[list[BaseException], Any]:
+    """`on_layer` as C may call it, which counts from `first`, and where its error will lie."""
     errors: list[BaseException] = []
     if on_layer is None:
         return errors, _OnLayer()
 
     def tell(layer: int) -> int:
         try:
-            on_layer(layer)
+            on_layer(first + layer)
         except BaseException as error:  # none may pass through C: it is raised behind the call
             errors.append(error)
         return len(errors)

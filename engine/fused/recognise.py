@@ -27,6 +27,7 @@ from engine.fused.kernels import Heads, Kernels, NormWeight
 from engine.fused.layers import Attention, Decoder, Layer, Mlp, Norm
 from engine.fused.one_call import LayersInOneCall
 from engine.weights.int8 import scales_of
+from engine.weights.stage import Elsewhere
 
 DTYPES = (torch.float32, torch.bfloat16)
 TRIAL_ROWS = 5
@@ -145,7 +146,9 @@ def _decoder(module: nn.Module, kernels: Kernels, fused: dict[int, Any], max_len
     """For a model whose every layer was recognised and that does nothing else with what goes through them."""
     if _body(type(module).forward) not in _KNOWN_MODELS:
         return None
-    layers: tuple[Any, ...] = tuple(fused.get(id(layer)) for layer in module.layers)  # type: ignore[union-attr]
+    elsewhere = [layer for layer in module.layers if isinstance(layer, Elsewhere)]  # type: ignore[union-attr]
+    own = [layer for layer in module.layers if not isinstance(layer, Elsewhere)]  # type: ignore[union-attr]
+    layers: tuple[Any, ...] = tuple(fused.get(id(layer)) for layer in own)
     norm = fused.get(id(module.norm))
     if not isinstance(norm, Norm) or type(module.embed_tokens) is not nn.Embedding:
         return None
@@ -155,7 +158,15 @@ def _decoder(module: nn.Module, kernels: Kernels, fused: dict[int, Any], max_len
     rotation = kernels.rotation(module.rotary_emb, norm.weight.weight, dim, max_len)  # type: ignore[arg-type]
     if rotation is None:
         return None
-    return Decoder(module.embed_tokens, layers, norm, rotation, LayersInOneCall(layers, norm))
+    entry = next((layer.entry for layer in elsewhere if layer.entry is not None), None)
+    return Decoder(
+        embed=module.embed_tokens if entry is None else entry.take,
+        layers=layers,
+        norm=norm,
+        rotation=rotation,
+        in_one_call=LayersInOneCall(layers, norm),
+        leaves=any(layer.is_behind for layer in elsewhere),
+    )
 
 
 def _joined(kernels: Kernels, linears: tuple[nn.Linear, ...]) -> Callable[[torch.Tensor], torch.Tensor]:

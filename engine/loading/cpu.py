@@ -12,12 +12,13 @@ from engine.attention.probe import Probe
 from engine.attention.registry import make_backend
 from engine.fused.cpu import CpuKernels
 from engine.fused.recognise import fuse
-from engine.host_steps import HostSteps
+from engine.host_steps import HostSteps, PipelineSteps
 from engine.loading.capacity import DEFAULT_KV_BYTES, page_dtype, page_size
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
 from engine.pages.fp8 import KvScale
+from engine.parallel.stages import Stages
 from engine.types import ModelInfo
 from engine.weights import linear, panels
 from engine.weights.config import ServedConfig
@@ -51,7 +52,11 @@ class CpuPlatform:
     def default_kv_bytes(self, options: EngineOptions, peak_bytes: int, page_bytes: int) -> int:
         return DEFAULT_KV_BYTES
 
-    def steps(self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo) -> HostSteps:
+    def steps(
+        self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo
+    ) -> HostSteps | PipelineSteps:
+        if isinstance(model.ranks, Stages):
+            return PipelineSteps(model, model.ranks, pages)
         return HostSteps(model, pages)
 
 

@@ -29,7 +29,9 @@ from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
-from engine.parallel.leader import StartedRanks
+from engine.parallel.leader import Ranks, StartedRanks
+from engine.parallel.stages import StartedStages
+from engine.parallel.team import StartedTeam
 from engine.pending import Steps
 from engine.process import end_team
 from engine.types import ModelInfo
@@ -111,9 +113,10 @@ def platform_on(device: torch.device) -> Platform:
 
 
 def _load(options: EngineOptions, platform: Platform, progress: Progress, page_bytes_beside: int = 0) -> LoadedModel:
-    if options.tensor_parallel == 1:
+    if options.num_processes == 1:
         return _load_beside(None, options, platform, progress, page_bytes_beside)
-    ranks = StartedRanks.of(options, platform.device)
+    kind = StartedRanks if options.pipeline_parallel == 1 else StartedStages
+    ranks: StartedTeam = kind.of(options, platform.device)
     try:
         return _load_beside(ranks, ranks.options, platform, progress, page_bytes_beside)
     except BaseException:
@@ -122,7 +125,7 @@ def _load(options: EngineOptions, platform: Platform, progress: Progress, page_b
 
 
 def _load_beside(
-    ranks: StartedRanks | None,
+    ranks: StartedTeam | None,
     options: EngineOptions,
     platform: Platform,
     progress: Progress,
@@ -148,7 +151,7 @@ def _load_beside(
     info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers), served.rope)
 
     progress("kernels", 0.0)
-    cuts, part = ranks.cut(module, probe, served.max_len) if ranks is not None else ([], probe)
+    cuts, part = ranks.cut(module, probe, served.max_len) if ranks is not None else (None, probe)
     model = platform.prepare(module, part, options, served)
     hook_linears(module)
     if ranks is not None:
@@ -170,7 +173,7 @@ def _load_beside(
         row_multiple=model.row_multiple,
         is_native=has_kernels(platform.device, served.dtype),
         most=options.max_adapters,
-        why_none="" if ranks is None else f"its workers have tensor_parallel {options.tensor_parallel}; give 1",
+        why_none=_why_no_adapters(options),
     )
     progress("ready", 1.0)
     return LoadedModel(
@@ -178,10 +181,18 @@ def _load_beside(
     )
 
 
+def _why_no_adapters(options: EngineOptions) -> str:
+    for key in ("tensor_parallel", "pipeline_parallel"):
+        if (degree := getattr(options, key)) > 1:
+            return f"its workers have {key} {degree}; give 1"
+    return ""
+
+
 def _check_with_states(name: str, options: EngineOptions) -> None:
     """Raise ValueError for an option that layers with a state beside KV cannot have."""
     for key, served, why in (
         ("tensor_parallel", (1,), "is not cut"),
+        ("pipeline_parallel", (1,), "is not cut"),
         ("kv_dtype", ("auto", "int8"), "has no scales"),
         ("speculative_model", ("",), "cannot be taken back to before a guess"),
     ):
@@ -277,6 +288,7 @@ def _default_kv_bytes(
     """Of all ranks together: on GPUs each has its own memory, and the page numbers are the same everywhere."""
     if model.ranks is None or not model.is_on_gpu:
         return platform.default_kv_bytes(options, peak_bytes, page_bytes)
+    assert isinstance(model.ranks, Ranks), "stages have the leader's memory"
     own = page_bytes - model.page_bytes(one_page) + model.ranks.shares[0].of(one_page).page_bytes()
     here = platform.default_kv_bytes(options, peak_bytes, own) // own
     return min(here, model.ranks.least_pages(one_page, peak_bytes)) * page_bytes

@@ -1,9 +1,9 @@
-"""Frames between the leader of a tensor-parallel worker and its other ranks: plain data and integer arrays, no pickle.
+"""Frames between the leader of a worker and its other processes: plain data and arrays of integers, no pickle.
 
     lengths (8 bytes) | JSON: kind, fields, arrays' names, dtypes and shapes | the arrays' bytes, one after another
 
-One socket pair for each rank, inherited at its start. Every length is checked before anything is read for it. A frame
-may carry open files, such as that of the KV pages and the ends of a rank's sockets.
+One socket pair for each process, inherited at its start. Every length is checked before anything is read for it. A
+frame may carry open files, such as that of the KV pages and the ends of a process's sockets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LENGTHS = struct.Struct("<II")  # of the JSON and of the arrays, in bytes
 MAX_JSON_BYTES = 1 << 20
 MAX_ARRAY_BYTES = 1 << 30
 MAX_FILES = 253  # the kernel's, for one message
-DTYPES = ("int32", "int64")
+DTYPES = ("int32", "int64", "uint8")  # what is of another type goes as bytes
 
 
 class BadFrame(Exception):

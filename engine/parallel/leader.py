@@ -17,7 +17,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,6 +42,7 @@ from engine.parallel.mirror import LeaderMirror, drop_graphs, graph_sizes
 from engine.parallel.process_group import GroupCollectives, check_gpus
 from engine.parallel.processes import Processes
 from engine.parallel.shard import Shard
+from engine.parallel.team import OnLayer, RunAlone, Team
 from engine.pending import Steps
 from engine.types import ModelInfo
 from engine.weights import ropes
@@ -124,7 +125,7 @@ class StartedRanks:
         self._processes.close()
 
 
-class Ranks:
+class Ranks(Team):
     def __init__(self, processes: Processes, shard: Shard, collectives: Collectives | GroupCollectives) -> None:
         self._processes = processes
         self._shard = shard
@@ -137,9 +138,17 @@ class Ranks:
         self._memory: KvMemory | None = None  # what the ranks have a share of
         self._on_layer: Callable[[int], None] | None = None  # of the step that runs
 
-    def told(self, meta: StepMeta, rows: torch.Tensor | None) -> AbstractContextManager[None]:
-        """All ranks run the step, this one inside. Raises EngineBroken."""
-        return self._tell(step_frame(meta, rows))
+    def run(
+        self,
+        memory: KvMemory,
+        meta: StepMeta,
+        rows: torch.Tensor | None,
+        on_layer: OnLayer | None,
+        run_alone: RunAlone,
+    ) -> torch.Tensor:
+        with self._tell(step_frame(meta, rows)):
+            self.hear(memory, on_layer)
+            return run_alone(memory, meta, rows, None)
 
     @contextmanager
     def _tell(self, frame: Frame) -> Iterator[None]:

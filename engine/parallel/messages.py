@@ -1,7 +1,7 @@
-"""What the leader and the other ranks tell each other, as frames: a step's arrays, and of the pages that it runs over
-which share each has, and where.
+"""What a leader and its ranks or stages tell each other, as frames: a step's arrays, and of the pages that it runs over
+which share each has, and where; and the hidden states that stages hand on.
 
-The leader has packed the step; the ranks take its arrays as they are, so that all have the same rows, padding included.
+The leader has packed the step; the others take its arrays as they are, so that all have the same rows, padding included.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from engine.attention.base import StepMeta
 from engine.gpu import driver
 from engine.pages.layout import KvLayout, LayerKv
-from engine.pages.memory import KvMemory, ShareBytes
+from engine.pages.memory import TORCH_DTYPE, KvMemory, ShareBytes
 from engine.pages.share import Share
 from engine.parallel.frames import Frame
 from engine.types import ModelInfo
 
 
-def step_frame(meta: StepMeta, rows: torch.Tensor | None) -> Frame:
-    """`rows`: whose logits are wanted; None: of all."""
+def step_frame(meta: StepMeta, rows: torch.Tensor | None, **fields: int | bool) -> Frame:
+    """`rows`: whose logits are wanted; None: of all. `fields`: what else there is to know."""
     arrays = {
         "token_ids": meta.token_ids.numpy(),
         "positions": meta.positions.numpy(),
@@ -37,7 +37,7 @@ def step_frame(meta: StepMeta, rows: torch.Tensor | None) -> Frame:
         arrays["rows"] = rows.numpy()
     if meta.rope_lengths is not None:
         arrays["rope_lengths"] = meta.rope_lengths.numpy()
-    return Frame("step", {"page_size": meta.page_size}, arrays)
+    return Frame("step", {"page_size": meta.page_size, **fields}, arrays)
 
 
 def step_of(frame: Frame) -> tuple[StepMeta, torch.Tensor | None]:
@@ -118,3 +118,26 @@ def copies_frame(copies: Sequence[tuple[int, int]]) -> Frame:
 
 def copies_of(frame: Frame) -> list[tuple[int, int]]:
     return [(source, target) for source, target in frame.arrays["pages"].tolist()]
+
+
+def mapped_frame(memory: KvMemory) -> Frame:
+    """The leader's pages, for stages to map."""
+    assert memory.fd is not None, "pages on a GPU have no file"
+    return Frame("map", memory_frame(memory.layout).fields, files=(memory.fd,))
+
+
+def mapped_of(frame: Frame) -> KvMemory:
+    """The same here; closing it closes the file, and what is shown stays mapped."""
+    [fd] = frame.files
+    return KvMemory(layout_of(frame), fd=fd)
+
+
+def hidden_frame(step: int, hidden: torch.Tensor) -> Frame:
+    """Hidden states [1, T, N] of a step, as bytes."""
+    fields = {"step": step, "shape": list(hidden.shape), "dtype": str(hidden.dtype).removeprefix("torch.")}
+    return Frame("hidden", fields, {"hidden": hidden.contiguous().view(torch.uint8).numpy()})
+
+
+def hidden_of(frame: Frame) -> torch.Tensor:
+    dtype = TORCH_DTYPE[str(frame.fields["dtype"])]
+    return torch.from_numpy(frame.arrays["hidden"]).view(dtype).view(*map(int, frame.fields["shape"]))

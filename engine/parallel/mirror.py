@@ -22,7 +22,8 @@ from engine.gpu.steps import Alone
 from engine.kept import KeptPages
 from engine.parallel.frames import Frame
 from engine.parallel.meetings import nobody
-from engine.sampling.device import Drawn, SamplingPlan, draw
+from engine.sampling.device import Drawn, draw
+from engine.sampling.plan import SamplingPlan
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 
 ANY = SampleSpec(params=SamplingParams(temperature=0.0), position=0)

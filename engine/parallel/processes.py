@@ -1,8 +1,8 @@
-"""Processes are the other ranks of a tensor-parallel worker, as the operating system has them: started, heard, ended.
+"""Processes are the other ranks or stages of a worker, as the operating system has them: started, heard, ended.
 
     started -> begin sent -> loaded | refused -> ... -> one ends, is stopped, or says that it failed: broken, all end
 
-What they compute is none of its business (leader.py).
+What they compute is none of its business (leader.py, stages.py).
 """
 
 from __future__ import annotations
@@ -45,10 +45,15 @@ class Processes:
     that started it, so no passing thread may start one.
     """
 
-    def __init__(self, options: EngineOptions, device: torch.device) -> None:
-        """`device`: the leader's; on GPUs each rank has its own."""
+    def __init__(
+        self, options: EngineOptions, device: torch.device, hear: Callable[[Frame], None] | None = None
+    ) -> None:
+        """`device`: the leader's; on GPUs each rank has its own. `hear`: is given what else they say, in that thread.
+        The leader of stages is the last of them."""
         self._options = options
         self._device = device
+        self._hear_more = hear
+        self._kind, self._leads = ("rank", 0) if hear is None else ("stage", options.pipeline_parallel)
         self.on_broken: Callable[[], None] | None = None  # ends what the ranks wait for together
         self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
         self._channels: dict[int, Channel] = {}
@@ -90,7 +95,7 @@ class Processes:
         try:
             yield
         except Exception as error:
-            raise self.broke(f"rank 0 failed: {type(error).__name__}: {error}") from error
+            raise self.broke(f"{self._kind} {self._leads} failed: {type(error).__name__}: {error}") from error
 
     def send(self, frame: Frame) -> None:
         """To every rank. Raises EngineBroken."""
@@ -102,7 +107,7 @@ class Processes:
         try:
             self._channels[rank].send(frame)
         except OSError as error:
-            raise self.broke(f"rank {rank} takes no step: {error.strerror or error}") from error
+            raise self.broke(f"{self._kind} {rank} takes no step: {error.strerror or error}") from error
 
     def ask(self, frame: Frame, kind: str, timeout_s: float) -> list[Frame]:
         """Send it to every rank, and wait for an answer of that kind from each, in their order. Raises EngineBroken."""
@@ -134,7 +139,13 @@ class Processes:
         if self._refused:
             raise UnsupportedModel(self._refused)
         if not done:
-            raise self.broke(f"the ranks have not loaded after {timeout_s:g} s")
+            raise self.broke(f"the {self._kind}s have not loaded after {timeout_s:g} s")
+        self.check()
+
+    def wait_for(self, has_come: Callable[[], bool]) -> None:
+        """Until something that was to be heard has been. Raises EngineBroken."""
+        with self._changed:
+            self._changed.wait_for(lambda: has_come() or bool(self._broken))
         self.check()
 
     def close(self) -> None:
@@ -157,10 +168,10 @@ class Processes:
 
     def _main(self) -> None:
         try:
-            for rank in range(1, self._options.tensor_parallel):
+            for rank in range(1, self._options.num_processes):
                 self._start(rank)
         except Exception as error:  # nobody else would hear of it
-            self._broken = f"the ranks cannot be started: {type(error).__name__}: {error}"
+            self._broken = f"the {self._kind}s cannot be started: {type(error).__name__}: {error}"
         finally:
             self._started.set()
         self._listen()
@@ -204,7 +215,7 @@ class Processes:
         for rank, process in self._processes.items():
             self._stopped[rank] = self._stopped[rank] + 1 if _is_stopped(process.pid) else 0
             if self._stopped[rank] == STOPPED_LOOKS:
-                self._lose(f"rank {rank} (process {process.pid}) is stopped")
+                self._lose(f"{self._kind} {rank} (process {process.pid}) is stopped")
 
     def _hear(self, rank: int) -> None:
         try:
@@ -212,17 +223,20 @@ class Processes:
         except (OSError, BadFrame) as error:
             frame = Frame("failed", {"reason": f"{type(error).__name__}: {error}"})
         if frame is None:
-            self._lose(f"rank {rank} {_end_of(self._processes[rank])}")
+            self._lose(f"{self._kind} {rank} {_end_of(self._processes[rank])}")
             return
-        if frame.kind not in ("loaded", "refused", *ANSWERS):
-            self._lose(f"rank {rank} failed: {frame.fields.get('reason', frame.kind)}")
+        is_known = frame.kind in ("loaded", "refused", *ANSWERS)
+        if frame.kind == "failed" or not (is_known or self._hear_more):
+            self._lose(f"{self._kind} {rank} failed: {frame.fields.get('reason', frame.kind)}")
             return
+        if self._hear_more is not None and not is_known:
+            self._hear_more(frame)
         with self._changed:
             if frame.kind == "loaded":
                 self._loaded.add(rank)
             elif frame.kind in ANSWERS:
                 self._answers[rank] = frame
-            else:
+            elif frame.kind == "refused":
                 self._refused = self._refused or str(frame.fields["reason"])
             self._changed.notify_all()
 
@@ -230,7 +244,7 @@ class Processes:
         with self._changed:
             self._broken = self._broken or reason
             self._changed.notify_all()
-        logger.error("%s; the worker's ranks end", self._broken)
+        logger.error("%s; the worker's other processes end", self._broken)
         self._kill()
 
 

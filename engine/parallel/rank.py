@@ -1,4 +1,5 @@
-"""One rank of a tensor-parallel worker, other than its leader: `python -m engine.parallel.rank FD PARENT`.
+"""A process of a worker, other than its leader: `python -m engine.parallel.rank FD PARENT`. One rank of a
+tensor-parallel worker, or the stage of a pipeline (stage_process.py).
 
     begin (options, rank) -> load, cut, prepare -> loaded | refused -> seat -> [memory, step ...] until the leader ends
 
@@ -37,10 +38,12 @@ from engine.parallel.messages import copies_of, info_of, layout_of, share_frame,
 from engine.parallel.mirror import RankMirror, drop_graphs, graph_sizes
 from engine.parallel.process_group import GroupCollectives
 from engine.parallel.shard import Shard
+from engine.parallel.stage_process import StageProcess, load_stage
 from engine.pending import Steps
 from engine.process import LOG_FORMAT, pin_process, sentence_of
 from engine.weights import loader, ropes
 from engine.weights.config import served_config
+from engine.weights.stage import Stage
 
 PR_SET_PDEATHSIG = 1
 FAILED_EXIT_CODE = 1
@@ -176,21 +179,28 @@ def main(fd: int, parent: int) -> int:
 def run(channel: Channel, number: int, options: EngineOptions, platform: Platform) -> int:
     """Load and serve; the exit code."""
     with torch.inference_mode():
-        shard = Shard(number, options.tensor_parallel)
         try:
-            part = load_part(options, shard, platform)
+            process = _loaded(channel, number, options, platform)
         except Exception as error:  # the leader says it: most likely it refuses the same
             channel.send(Frame("refused", {"reason": sentence_of(error)}))
             return FAILED_EXIT_CODE
         pin_process(options.rank_cpus[number] if options.rank_cpus else ())
         channel.send(Frame("loaded"))
         try:
-            Rank(channel, shard, part, platform, options).serve()
+            process.serve()
         except Exception as error:
-            logger.exception("rank %d failed", number)
+            logger.exception("process %d of the worker failed", number)
             channel.send(Frame("failed", {"reason": f"{type(error).__name__}: {error}"}))
             return FAILED_EXIT_CODE
     return 0
+
+
+def _loaded(channel: Channel, number: int, options: EngineOptions, platform: Platform) -> Rank | StageProcess:
+    if options.pipeline_parallel > 1:
+        stage = Stage(number, options.pipeline_parallel)
+        return StageProcess(channel, stage, load_stage(options, stage))
+    shard = Shard(number, options.tensor_parallel)
+    return Rank(channel, shard, load_part(options, shard, platform), platform, options)
 
 
 def _options(fields: dict[str, Any]) -> EngineOptions:

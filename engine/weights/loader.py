@@ -116,10 +116,8 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
     for config in (model.config, model.config.get_text_config()):
         config.kvrelay_max_len = max_len
     set_attention(model, hooks.PROBE)
-    probe = Probe(num_tokens=PROBE_TOKENS)
     try:
-        positions = torch.arange(PROBE_TOKENS, device=model.device)
-        run_packed(model, torch.zeros_like(positions), positions, positions[-1:], probe)
+        probe = run_probe(model)
     except UnsupportedModel:
         raise
     except Exception as error:  # any architecture may fail here in its own way; none may take the server down
@@ -134,6 +132,14 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
         )
     if len({layer.dtype for layer in probe.attentions}) > 1:
         raise UnsupportedModel(f"{name} has layers whose keys are of different dtypes; one is wanted for all pages")
+    return probe
+
+
+def run_probe(model: PreTrainedModel) -> Probe:
+    """What a pass of a few tokens shows, in the attention that probes."""
+    probe = Probe(num_tokens=PROBE_TOKENS)
+    positions = torch.arange(PROBE_TOKENS, device=model.device)
+    run_packed(model, torch.zeros_like(positions), positions, positions[-1:], probe)
     return probe
 
 

@@ -66,6 +66,7 @@ class Recording:
     limits: Mapping[str, Any]
     num_pages: int
     page_size: int
+    num_stages: int
     at_rest: Any  # plain: see PagePool
     calls: Sequence[Call]
 
@@ -114,6 +115,7 @@ def read_recording(path: Path) -> Recording:
         **known,
         num_pages=header.get("num_pages", 0),
         page_size=header.get("page_size", 0),
+        num_stages=header.get("num_stages", 1),
         at_rest=header.get("at_rest"),
         calls=calls,
     )
@@ -129,8 +131,10 @@ def fresh_policy(recording: Recording) -> RouterPolicy | PrefillPolicy | DecodeP
     if recording.policy == "PrefillPolicy":
         return PrefillPolicy(pool, PrefillOptions(**recording.limits))
     if recording.policy == "MixedPolicy":
-        return MixedPolicy(pool, MixedOptions(**recording.limits), name=recording.name)
-    return DecodePolicy(pool, DecodeOptions(**recording.limits), name=recording.name)
+        mixed = MixedOptions(**recording.limits)
+        return MixedPolicy(pool, mixed, name=recording.name, num_stages=recording.num_stages)
+    decode = DecodeOptions(**recording.limits)
+    return DecodePolicy(pool, decode, name=recording.name, num_stages=recording.num_stages)
 
 
 def replay(recording: Recording, **changed: Any) -> Replayed:

@@ -38,6 +38,7 @@ def make_role() -> DecodeRole:
         options=options,
         pool=pool,
         engine=SimpleNamespace(
+            num_stages=1,
             info=SimpleNamespace(fingerprint="m", vocab_size=100, max_model_len=30, eos_token_ids=[], rope=None),
             memory=random_memory(PAGES),
         ),

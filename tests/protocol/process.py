@@ -114,7 +114,7 @@ class Process(Worker[Any]):
         memory.bytes.zero_()
         self._kv = memory.k(0).numpy()[:, :, 0, 0]
         self.engine: Any = SimpleNamespace(
-            info=INFO, memory=memory, layout=memory.layout, can_overlap=False, adapters=NO_ADAPTERS
+            info=INFO, memory=memory, layout=memory.layout, can_overlap=False, num_stages=1, adapters=NO_ADAPTERS
         )
         self.pool = PagePool(num_pages, PAGE_SIZE)
         self.address = pb.WorkerAddress(name=name, address=f"{name}:{incarnation}", incarnation=incarnation)

@@ -3,9 +3,9 @@
     begin     begin a step, in the engine's thread, and return before it is done
     finish    wait for its tokens
 
-At most two are pending. What goes wrong goes wrong for one request: a step that could not be begun, or failed, or
-began with tokens of one that failed, is run again by itself (execution.run_step) when its turn to finish comes. It
-decides nothing of who runs next.
+Two are pending at most, or as many as an engine has pipeline stages. What goes wrong goes wrong for one request: a
+step that could not be begun, or failed, or began with tokens of one that failed, is run again by itself
+(execution.run_step) when its turn to finish comes. It decides nothing of who runs next.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """StepClock says from when to when each step of a role took, and which were slow: it is told of both ends.
 
-A step that is prepared while another one runs begins when that one ends. Its cost is of a step, whatever is in it.
+A step that is prepared while another one runs begins when that one ends, but where an engine has pipeline stages, in
+which steps run beside each other. Its cost is of a step, whatever is in it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Took:
 
 
 class StepClock:
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int = 1) -> None:
+        self._runs_beside = num_stages > 1
         self._begun: deque[int] = deque()
         self._ended_ns = 0
         self._recent = Recent(LAST)
@@ -40,7 +42,10 @@ class StepClock:
         self._begun.append(time.monotonic_ns())
 
     def end(self) -> Took:
-        begin_ns, self._ended_ns = max(self._begun.popleft(), self._ended_ns), time.monotonic_ns()
+        begin_ns = self._begun.popleft()
+        if not self._runs_beside:
+            begin_ns = max(begin_ns, self._ended_ns)
+        self._ended_ns = time.monotonic_ns()
         median_ns = int(self._recent.at(0.5)) if len(self._recent) >= ENOUGH else 0
         self._recent.note(self._ended_ns - begin_ns)
         return Took(begin_ns, self._ended_ns, median_ns)

@@ -32,12 +32,14 @@ class StepEngine(Protocol):
 
 
 class WatchedEngine:
-    def __init__(self, engine: StepEngine, now_s: Callable[[], float]) -> None:
-        """`now_s`: a clock that stands still while the process does, or a process that slept would end itself."""
+    def __init__(self, engine: StepEngine, now_s: Callable[[], float], num_stages: int = 1) -> None:
+        """`now_s`: a clock that stands still while the process does, or a process that slept would end itself.
+        `num_stages`: of the engine, in which steps run beside each other."""
         self._engine = engine
         self._now_s = now_s
         self._running: tuple[Step, float] | None = None  # what the engine's thread is at, and since when
-        self._begun: deque[tuple[PendingStep, float]] = deque(maxlen=2)  # and when
+        self._begun: deque[tuple[PendingStep, float]] = deque(maxlen=max(2, num_stages))  # and when
+        self._runs_beside = num_stages > 1
         self._ended_s = 0.0  # of the last step
         self._drafting_s = 0.0  # as the engine said after it
         self.times = StepTimes()
@@ -58,7 +60,8 @@ class WatchedEngine:
         tokens = self._watched(step, pending.result)
         for begun, begun_s in self._begun:
             if begun is pending:
-                self._note(step, max(begun_s, self._ended_s))  # it ran behind the one before it
+                ran_s = begun_s if self._runs_beside else max(begun_s, self._ended_s)  # behind the one before it
+                self._note(step, ran_s)
         return tokens
 
     def probe(self) -> SampledToken:
