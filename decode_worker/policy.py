@@ -590,10 +590,15 @@ class DecodePolicy:
         return max(0, self._pages_for(request.scheduled_len + 1) - len(request.pages))
 
     def _last_committed(self, request: DecodeRequest) -> DecodeRequest | None:
-        """Whose pages this request may have: itself, or one that goes after it."""
+        """Whose pages this request may have: itself, or one that goes after it. With stages it does not leave itself
+        while another stage computes such a one, which leaves next."""
         committed = (*self._held.values(), *self._ready.values(), *self._running.values())
         candidates = [r for r in committed if not r.is_in_use and r.order >= request.order]
-        return max(candidates, key=_order, default=None)
+        victim = max(candidates, key=_order, default=None)
+        if victim is request and self.num_stages > 1:
+            elsewhere = [r for r in self._by_age if r.is_in_flight and r.order > request.order]
+            return None if elsewhere else victim
+        return victim
 
     def _publish(self, request: DecodeRequest) -> None:
         full = min(request.computed_len // self.pool.page_size, len(request.hashes))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from decode_worker.batches import DecodeBatch
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
@@ -10,8 +12,9 @@ from engine.pages.pool import PagePool
 PAGE = 4  # tokens
 
 
-def policy_of(num_pages: int, **limits: object) -> DecodePolicy:
-    return DecodePolicy(PagePool(num_pages, PAGE), DecodeOptions(**limits), name="decode-0")  # type: ignore[arg-type]
+def policy_of(num_pages: int, num_stages: Any = 1, **limits: object) -> DecodePolicy:
+    options = DecodeOptions(**limits)  # type: ignore[arg-type]
+    return DecodePolicy(PagePool(num_pages, PAGE), options, name="decode-0", num_stages=num_stages)
 
 
 def step(policy: DecodePolicy) -> DecodeBatch:

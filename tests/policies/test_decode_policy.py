@@ -15,8 +15,8 @@ from tests.policies.decoding import PAGE, policy_of, step
 pytestmark = pytest.mark.unit
 
 
-def make(num_pages: int = 16, **limits: object) -> DecodePolicy:
-    return policy_of(num_pages, **{"max_batch_size": 4, **limits})
+def make(num_pages: int = 16, num_stages: int = 1, **limits: object) -> DecodePolicy:
+    return policy_of(num_pages, num_stages, **{"max_batch_size": 4, **limits})
 
 
 def admit(policy: DecodePolicy, name: str, num_tokens: int = 4, max_new_tokens: int = 8) -> None:
@@ -240,11 +240,46 @@ def test_batches_may_be_asked_for_while_others_are_in_flight() -> None:
     assert policy.pool.usage.held == 0
 
 
+def test_each_stage_has_an_even_share_of_those_that_run_and_nobody_is_in_two() -> None:
+    policy = make(num_stages=3, num_pages=32, max_batch_size=8)
+    for i in range(7):
+        admit(policy, f"r{i}")
+    first, second, third = (policy.next_batch() for _ in range(3))
+    assert [ran(batch) for batch in (first, second, third)] == [["r0", "r1", "r2"], ["r3", "r4", "r5"], ["r6"]]
+    assert ran(policy.next_batch()) == []
+    policy.on_batch_done(first)
+    again = policy.next_batch()
+    assert [(entry.request_id, entry.position) for entry in again.entries] == [("r0", 5), ("r1", 5), ("r2", 5)]
+    policy.on_batch_done(second)
+    policy.on_finished("r3")
+    admit(policy, "r7")
+    assert ran(policy.next_batch()) == ["r4", "r5", "r7"]
+    policy.check_invariants()
+
+
+def test_who_needs_the_page_of_one_that_a_stage_computes_waits_for_it() -> None:
+    policy = make(num_stages=2, num_pages=3, watermark=0.0)
+    admit(policy, "older", num_tokens=3)
+    admit(policy, "younger", num_tokens=3, max_new_tokens=2)
+    first, second = policy.next_batch(), policy.next_batch()
+    assert (ran(first), ran(second)) == (["older"], ["younger"])
+    policy.on_batch_done(first)
+    while policy.computed_len_of("older") < 2 * PAGE:
+        assert ran(step(policy)) == ["older"]
+    waiting = policy.next_batch()
+    assert (waiting.entries, waiting.preempted) == ((), ())
+    policy.on_batch_done(second)
+    batch = policy.next_batch()
+    assert (ran(batch), batch.preempted) == (["older"], ("younger",))
+    policy.check_invariants()
+
+
 @pytest.mark.parametrize("admission", ["watermark", "worst_case"])
+@pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admission: str) -> None:
+def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, num_stages: int, admission: str) -> None:
     rng = random.Random(seed)
-    policy = make(num_pages=24, admission=admission, watermark=0.05)
+    policy = make(num_pages=24, num_stages=num_stages, admission=admission, watermark=0.05)
     in_flight: list[DecodeBatch] = []
     reserved: set[str] = set()
     moving: dict[str, bool] = {}
@@ -273,9 +308,12 @@ def test_a_random_walk_keeps_the_invariants_and_leaks_nothing(seed: int, admissi
             case 1 if reserved:
                 name = reserved.pop()
                 policy.on_committed(name, rng.randint(0, policy._requests[name].room))
-            case 2 | 3 if len(in_flight) < 2:
-                drafts = [(r.request_id, rng.randrange(6)) for r in policy.running if rng.random() < 0.5]
+            case 2 | 3 if len(in_flight) < max(2, num_stages):
+                guessed = policy.running if num_stages == 1 else []
+                drafts = [(r.request_id, rng.randrange(6)) for r in guessed if rng.random() < 0.5]
                 batch = policy.next_batch(drafts)
+                computed_now = {name for other in in_flight for name in ran(other)}
+                assert num_stages == 1 or computed_now.isdisjoint(ran(batch)), "one is in two batches"
                 assert sum(1 + entry.drafted for entry in batch.entries) <= 4
                 in_flight.append(batch)
             case 4 if in_flight:

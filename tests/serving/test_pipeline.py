@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from tests.serving.harness import (
     engine_with,
     generate_all,
     random_prompt,
+    replays,
     tokens_of,
     transformers_tokens,
     until,
@@ -36,7 +38,7 @@ NEW_TOKENS = 24
 
 def cluster_of(directory: Any, reads: dict[str, Any], writes: dict[str, Any], **changes: Any) -> LocalCluster:
     worker = worker_with(max_batch_tokens=32, layers_per_group=1, **changes.pop("worker", {}))
-    engines = {"engine": engine_with(**reads), "decode_engine": engine_with(**writes)}
+    engines: Any = {"engine": engine_with(**reads), "decode_engine": engine_with(**writes)}
     return LocalCluster(str(directory), **engines, worker=worker, router=ROUTER, **changes)
 
 
@@ -61,7 +63,7 @@ def most_begun(worker: Worker[Any]) -> list[int]:
         counts.append(under_way)
         return Watched(pending)
 
-    worker.engine.begin = watched  # type: ignore[assignment, method-assign]
+    worker.engine.begin = watched  # type: ignore[method-assign]
     return counts
 
 
@@ -90,11 +92,11 @@ async def settled_without(cluster: LocalCluster, lost: Worker[Any]) -> None:
             worker.check_invariants()
 
 
-async def test_pools_of_two_and_of_three_stages(model_dir: ModelDir) -> None:
+async def test_pools_of_two_and_of_three_stages(model_dir: ModelDir, tmp_path: Path) -> None:
     wanted = transformers_tokens(model_dir("llama"), PROMPTS, NEW_TOKENS)
     stages = {"pipeline_parallel": 2}, {"pipeline_parallel": 3}
     async with (
-        cluster_of(model_dir("llama"), *stages, worker={"transports": ("tcp",)}) as cluster,
+        cluster_of(model_dir("llama"), *stages, worker={"transports": ("tcp",), "record": str(tmp_path)}) as cluster,
         AsyncClient(cluster.endpoint) as client,
     ):
         read, decoded = most_begun(cluster.prefill[0]), most_begun(cluster.decode[0])
@@ -105,6 +107,7 @@ async def test_pools_of_two_and_of_three_stages(model_dir: ModelDir) -> None:
         assert (max(read), max(decoded)) == (2, 3), "each stage had a step of its own"
         await cluster.settled()
         cluster.check_invariants()
+    replays(tmp_path / "prefill-0.jsonl", tmp_path / "decode-0.jsonl")
 
 
 async def test_one_that_decodes_in_stages_with_few_pages_and_loses_one(model_dir: ModelDir) -> None:
