@@ -47,6 +47,7 @@ class WorkerOptions:
     )
     elsewhere: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # knobs that were given for other roles
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
+    pipeline_parallel: int = 1  # likewise
     threads: int = 0  # likewise, of each of its processes; 0: on a GPU, or not known
     report_interval_s: float = 0.2
     faults: str = ""  # a folder that says what is to go wrong, for worker/faults/box.py; empty: nothing is
@@ -55,10 +56,13 @@ class WorkerOptions:
     @property
     def limits(self) -> dict[str, str]:
         """What whoever predicts the worker must know, as text."""
-        engine = {"tensor_parallel": str(self.tensor_parallel)} | (
-            {"threads": str(self.threads)} if self.threads else {}
-        )
+        degrees = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
+        engine = {key: str(value) for key, value in {**degrees, "threads": self.threads}.items() if value}
         return as_text(self.policy) | as_text(self) | engine
+
+    @property
+    def num_processes(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 def report_gap_s(num_workers: int) -> float:

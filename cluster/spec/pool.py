@@ -63,6 +63,7 @@ class PoolSpec(Spec):
         attention: str
         kv_dtype: str
         tensor_parallel: int
+        pipeline_parallel: int
 
     name: str = setting("", "of its workers: NAME-0, NAME-1; empty: the role", changes="now")
     role: Annotated[str, BeforeValidator(_some_role)] = setting(
@@ -73,7 +74,7 @@ class PoolSpec(Spec):
 
     threads: int | Literal["auto"] = setting(
         "auto",
-        "of each worker, or of each of its `tensor_parallel` processes; auto: the machine's cores shared out; with "
+        "of each worker, or of each of its processes; auto: the machine's cores shared out; with "
         "`--address`: `num_cpus` shared out among them",
         unit="threads",
     )
@@ -100,10 +101,6 @@ class PoolSpec(Spec):
         "of the GPU's memory for all that one worker holds there; auto: 0.9 of its `num_gpus`",
         unit="share",
     )
-    pipeline_parallel: int = setting(
-        1, "read, because a planner writes it; only 1 is served", unit="stages", fixed=AS_IT_IS
-    )
-
     num_cpus: float = setting(
         1.0,
         "that Ray sets aside for each worker, all of its processes together; it counts, it does not pin",
@@ -173,6 +170,11 @@ class PoolSpec(Spec):
     @property
     def label(self) -> str:
         return self.name or self.role
+
+    @property
+    def processes(self) -> int:
+        """Of each worker."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def policy(self) -> Any:
@@ -247,15 +249,14 @@ def check_pool(index: int, pool: PoolSpec) -> None:
             f"pools[{index}].kv_dtype is {pool.kv_dtype!r} with tensor_parallel {pool.tensor_parallel}; "
             "give one of the two"
         )
-    ranks = pool.tensor_parallel * pool.pipeline_parallel
-    if pool.num_gpus > ranks:
-        raise ValueError(f"pools[{index}].num_gpus is {pool.num_gpus:g}; give {ranks} or less")
+    if pool.num_gpus > pool.processes:
+        raise ValueError(f"pools[{index}].num_gpus is {pool.num_gpus:g}; give {pool.processes} or less")
     if not isinstance(pool.cpus, tuple):
         return
     if len(set(pool.cpus)) != len(pool.cpus):
         raise ValueError(f"pools[{index}].cpus is {list(pool.cpus)}; give each core's number once")
-    if not pool.cpus or len(pool.cpus) % (pool.replicas * pool.tensor_parallel):
-        of_each = f" of {pool.tensor_parallel} processes each" if pool.tensor_parallel > 1 else ""
+    if not pool.cpus or len(pool.cpus) % (pool.replicas * pool.processes):
+        of_each = f" of {pool.processes} processes each" if pool.processes > 1 else ""
         raise ValueError(
             f"pools[{index}].cpus is {list(pool.cpus)}; "
             f"give a number of cores that {pool.replicas} replicas{of_each} can share"

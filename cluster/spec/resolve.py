@@ -51,11 +51,15 @@ def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127
 def why_not_served(spec: ClusterSpec) -> str:
     """What of a spec this version does not serve on any machine, in one sentence; empty if it serves all of it."""
     for index, pool in enumerate(spec.pools):
-        if pool.pipeline_parallel > 1:
-            return (
-                f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel}, and this version serves 1 only; "
-                "give tensor_parallel or replicas instead"
-            )
+        if pool.pipeline_parallel > 1 and _device_wanted(pool) == "cuda":
+            return _stages_on_gpus(index, pool)
+        guesses = getattr(pool.policy, "num_speculative_tokens", 0)
+        for key, value in (("tensor_parallel", pool.tensor_parallel - 1), ("num_speculative_tokens", guesses)):
+            if pool.pipeline_parallel > 1 and value:
+                return (
+                    f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel} with {key} {getattr(pool, key)}; "
+                    "give one of the two"
+                )
     return ""
 
 
@@ -72,6 +76,8 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
                 f"pools[{index}].num_gpus is {pool.num_gpus:g} with tensor_parallel {pool.tensor_parallel}, whose "
                 f"processes each want a GPU of their own; give {pool.tensor_parallel}, or leave it out"
             )
+        if device == "cuda" and pool.pipeline_parallel > 1:
+            raise SpecError(_stages_on_gpus(index, pool))
     try:
         check_devices(spec.pools, devices, spec.transfer.options(TransferOptions).transports)
     except ValueError as error:
@@ -79,6 +85,13 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
     if "cuda" not in devices:
         return tuple(pool.model_copy(update={"device": "cpu"}) for pool in spec.pools)
     return _share_gpus(spec.pools, machine)
+
+
+def _stages_on_gpus(index: int, pool: PoolSpec) -> str:
+    return (
+        f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel}, and on GPUs this version serves 1 only; "
+        "give tensor_parallel or replicas instead, or device: cpu"
+    )
 
 
 def _device_wanted(pool: PoolSpec) -> str:
@@ -125,7 +138,7 @@ def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[Poo
 def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
     def of(pool: PoolSpec) -> dict[str, Any]:
         return {
-            "threads": max(1, int(pool.num_cpus) // pool.tensor_parallel) if pool.threads == "auto" else pool.threads,
+            "threads": max(1, int(pool.num_cpus) // pool.processes) if pool.threads == "auto" else pool.threads,
             "cpus": None if pool.cpus == "auto" else pool.cpus,
             "kv_memory": JOINED_KV_BYTES if _wants_kv_bytes(pool) else pool.kv_memory,
         }
@@ -135,10 +148,10 @@ def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
 
 def _resolve_on(pools: Sequence[PoolSpec], machine: Machine) -> tuple[PoolSpec, ...]:
     num_workers = sum(pool.replicas for pool in pools)
-    num_processes = sum(pool.replicas * pool.tensor_parallel for pool in pools)
+    num_processes = sum(pool.replicas * pool.processes for pool in pools)
     share = max(1, len(machine.cores) // num_processes)
     threads = [share if pool.threads == "auto" else pool.threads for pool in pools]
-    wanted = [t * pool.replicas * pool.tensor_parallel for t, pool in zip(threads, pools, strict=True)]
+    wanted = [t * pool.replicas * pool.processes for t, pool in zip(threads, pools, strict=True)]
     taken = {cpu for pool in pools if isinstance(pool.cpus, tuple) for cpu in pool.cpus}
     _check_cores(pools, machine)
     spare = [cpu for cpu in machine.cores if cpu not in taken]
@@ -215,7 +228,7 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
     cpus = pool.cpus if isinstance(pool.cpus, tuple) else ()
     per_worker = len(cpus) // pool.replicas
     own = cpus[index * per_worker : (index + 1) * per_worker] if index < pool.replicas else ()
-    ranks = _shares(own, pool.tensor_parallel)
+    ranks = _shares(own, pool.processes)
     model = spec.served[pool.model]
     return WorkerPlan(
         options=_options(spec, pool, index),
@@ -261,6 +274,7 @@ def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
         elsewhere=elsewhere,
         tls=spec.tls.files if spec.tls else None,
         tensor_parallel=pool.tensor_parallel,
+        pipeline_parallel=pool.pipeline_parallel,
         threads=0 if pool.device == "cuda" else int(pool.threads),
         **pool.knobs(WorkerOptions),
     )

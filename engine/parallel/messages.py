@@ -1,7 +1,7 @@
 """What a leader and its ranks or stages tell each other, as frames: a step's arrays, and of the pages that it runs over
 which share each has, and where; and the hidden states that stages hand on.
 
-The leader has packed the step; the others take its arrays as they are, so that all have the same rows, padding included.
+The leader has packed the step; the others take its arrays as they are: all have the same rows, padding included.
 """
 
 from __future__ import annotations

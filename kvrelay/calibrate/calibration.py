@@ -104,6 +104,11 @@ def _check(model: ServedModel, pools: dict[str, list[WorkerState]], status: Clus
         if len(set(degrees.values())) > 1:
             each = " and ".join(f"{degree} in the {role} pool" for role, degree in degrees.items())
             raise CalibrationError(f"{key} is {each}; a profile is of one degree, so give both the same")
+    for role, workers in pools.items():
+        if (stages := workers[0].limits.get("pipeline_parallel", "1")) != "1":
+            raise CalibrationError(
+                f"pipeline_parallel is {stages} in the {role} pool; a profile is of workers in one stage, so give 1"
+            )
     if not pools["prefill"][0].page_size:
         raise CalibrationError("the router does not say its workers' page size; it runs another version of kvrelay")
     if model.max_model_len < LEAST_LEN:

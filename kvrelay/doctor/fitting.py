@@ -56,7 +56,7 @@ def model_is_there(model: str) -> Finding:
 
 
 def cores(plans: Sequence[WorkerPlan], have: int) -> Finding:
-    wanted = sum(int(plan.engine["threads"]) * plan.options.tensor_parallel for plan in plans)
+    wanted = sum(int(plan.engine["threads"]) * plan.options.num_processes for plan in plans)
     found = f"{wanted} threads for {have} cores"
     if wanted > have:
         mend = "lower threads or replicas: workers that share cores are slower together than fewer ones alone"
@@ -72,7 +72,7 @@ def memory(spec: ClusterSpec, free: FreeMemory) -> Finding:
     """Of a resolved spec, on CPUs."""
     plans = workers_of(spec)
     pages = sum(int(plan.engine["kv_bytes"]) for plan in plans)
-    processes = sum(plan.options.tensor_parallel for plan in plans) + spec.router.replicas
+    processes = sum(plan.options.num_processes for plan in plans) + spec.router.replicas
     try:
         weights = sum(_weight_bytes(spec.served[plan.model]) for plan in plans)
     except PlanError:

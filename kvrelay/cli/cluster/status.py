@@ -86,8 +86,10 @@ def _ask(endpoint: str, entrance: Entrance) -> dict[str, Any]:
 
 def _name(worker: dict[str, Any]) -> str:
     """With its degree, where it runs in several processes."""
-    degree = worker["limits"].get("tensor_parallel", "1")
-    return str(worker["name"]) if degree == "1" else f"{worker['name']} (TP {degree})"
+    for short, key in (("TP", "tensor_parallel"), ("PP", "pipeline_parallel")):
+        if (degree := worker["limits"].get(key, "1")) != "1":
+            return f"{worker['name']} ({short} {degree})"
+    return str(worker["name"])
 
 
 def _models(answer: dict[str, Any]) -> str:

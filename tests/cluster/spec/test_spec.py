@@ -384,11 +384,26 @@ def test_a_planned_spec_of_any_degrees_loads_and_what_is_not_served_is_told_befo
         )
     )
     assert [(pool.tensor_parallel, pool.pipeline_parallel) for pool in planned.pools] == [(2, 1), (4, 2)]
-    staged = "pools[1].pipeline_parallel is 2, and this version serves 1 only; give tensor_parallel or replicas instead"
+    staged = (
+        "pools[1].pipeline_parallel is 2, and on GPUs this version serves 1 only; "
+        "give tensor_parallel or replicas instead, or device: cpu"
+    )
+    both = "pools[1].pipeline_parallel is 2 with tensor_parallel 2; give one of the two"
+    guessing = "pools[1].pipeline_parallel is 2 with num_speculative_tokens 4; give one of the two"
     for spec, machine, wanted in (
         (planned, with_gpus(8), staged),
         (planned, None, staged),
-        (parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2}))), CPUS, staged),
+        (
+            parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2}))),
+            with_gpus(8),
+            staged,
+        ),
+        (parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2, "tensor_parallel": 2}))), CPUS, both),
+        (
+            parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2, "num_speculative_tokens": 4}))),
+            CPUS,
+            guessing,
+        ),
     ):
         with pytest.raises(SpecError) as caught:
             resolve(spec, machine)
@@ -411,16 +426,17 @@ def test_each_process_of_a_worker_gets_a_gpu_and_other_workers_share_what_is_lef
     )
 
 
-def test_the_processes_of_a_worker_share_out_its_cores() -> None:
-    data = spec_data(pools=pools({"tensor_parallel": 2}, {"cpus": [2, 3], "kv_memory": "1GiB"}))
+@pytest.mark.parametrize("key", ["tensor_parallel", "pipeline_parallel"])
+def test_the_processes_of_a_worker_share_out_its_cores(key: str) -> None:
+    data = spec_data(pools=pools({key: 2}, {"cpus": [2, 3], "kv_memory": "1GiB"}))
     machine = replace(CPUS, cores=(0, 1, 2, 3))
     prefill, decode = workers_of(resolve(parse_spec(data), machine))
-    assert (prefill.engine["tensor_parallel"], prefill.engine["threads"]) == (2, 1)
+    assert (prefill.engine[key], prefill.engine["threads"]) == (2, 1)
     assert (prefill.cpus, prefill.engine["rank_cpus"]) == ((0,), ((0,), (1,)))
-    assert (prefill.options.limits["tensor_parallel"], prefill.options.limits["threads"]) == ("2", "1")
+    assert (prefill.options.limits[key], prefill.options.limits["threads"]) == ("2", "1")
     assert decode.cpus == (2, 3)
-    assert (decode.engine["tensor_parallel"], decode.engine["rank_cpus"]) == (1, ())
-    joined, _ = workers_of(resolve(parse_spec(spec_data(pools=pools({"tensor_parallel": 2, "num_cpus": 8}))), None))
+    assert (decode.engine[key], decode.engine["rank_cpus"]) == (1, ())
+    joined, _ = workers_of(resolve(parse_spec(spec_data(pools=pools({key: 2, "num_cpus": 8}))), None))
     assert (joined.engine["threads"], joined.cpus, joined.engine["rank_cpus"]) == (4, (), ())
 
 
