@@ -66,6 +66,7 @@ COMPILED = (
     "placement/simulator/machines/host.py",
     "placement/simulator/machines/mixed.py",
     "placement/simulator/machines/moves.py",
+    "placement/simulator/machines/pipelined.py",
     "placement/simulator/machines/prefill.py",
     "placement/simulator/machines/router.py",
     "placement/simulator/machines/routers.py",

@@ -130,8 +130,9 @@ def decode_bound(offer: Offer, workload: Workload, tpot_s: float) -> float:
 
 
 def _step_s(offer: Offer, batch: int, context: float) -> float:
-    step_s = decode_s(offer.latency, batch, math.ceil(batch * context))
-    return step_s * offer.latency.stages + offer.step_overhead_s
+    """In which each of so many requests has a token: with pipeline stages, each stage has a share of them."""
+    share = math.ceil(batch / offer.latency.stages)
+    return decode_s(offer.latency, share, math.ceil(share * context)) * offer.latency.stages + offer.step_overhead_s
 
 
 def relaxed(targets: Targets, *, ttft: bool = False, tpot: bool = False) -> Targets:

@@ -1,8 +1,8 @@
 """LatencyModel says how long one worker takes for a prefill step, a decode step and the handoff of a prompt's KV.
 
 Times are seconds, lengths are tokens. A model is for one worker: one model, one kind of GPU, one parallel degree. With
-pipeline stages its times are those of one stage, and a step passes `stages` of them. It never reads a clock and keeps
-no state, so that processes can share it.
+pipeline stages its times are those of one stage, and a step passes `stages` of them; a worker has a step in each, of
+other requests. It never reads a clock and keeps no state, so that processes can share it.
 
 A decode step's time is affine in the tokens attended to, piece by piece, for any batch size: that is what lets the
 simulator pass over thousands of steps at once (`DecodeLine`), and what every model here is anyway: a roofline is the

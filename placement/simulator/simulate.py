@@ -32,6 +32,7 @@ from placement.simulator.machines.attempt import Decoder, Dispatcher, Prefiller
 from placement.simulator.machines.decode import DecodeMachine
 from placement.simulator.machines.host import Host, TimeSlices
 from placement.simulator.machines.mixed import MixedMachine
+from placement.simulator.machines.pipelined import PipelinedDecodeMachine
 from placement.simulator.machines.prefill import PrefillMachine
 from placement.simulator.machines.router import OnAssigned, RouterMachine
 from placement.simulator.machines.routers import Routers
@@ -165,7 +166,10 @@ class Simulation:
             return view, prefill, None
         if worker.role == "decode":
             assert isinstance(options, DecodeOptions), worker.name
-            decode = DecodeMachine(self.router, worker, DecodePolicy(pool, options, name=worker.name), host)
+            stages = worker.latency.stages
+            machine = DecodeMachine if stages == 1 else PipelinedDecodeMachine
+            policy = DecodePolicy(pool, options, name=worker.name, num_stages=stages)
+            decode = machine(self.router, worker, policy, host)
             decode.costs = self._costs(worker)
             self.machines[worker.name] = decode
             return view, None, decode

@@ -443,7 +443,7 @@ class DecodeMachine(Decoder):
 
 
 def guessing_run(worker: SimWorker, policy: DecodePolicy) -> SpeculatedRun | None:
-    """None: it guesses nothing, or how often that is right is not known."""
-    if worker.speculation is None or not policy.options.num_speculative_tokens:
+    """None: it guesses nothing, as none with pipeline stages does, or how often that is right is not known."""
+    if worker.speculation is None or not policy.options.num_speculative_tokens or policy.num_stages > 1:
         return None
     return SpeculatedRun(policy, worker.speculation, tuple(kind_of(worker.role).phases))

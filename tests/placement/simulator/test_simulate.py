@@ -13,7 +13,7 @@ from cluster.router.options import RouterOptions
 from decode_worker.options import DecodeOptions
 from mixed_worker.options import MixedOptions
 from placement.latency.base import DecodeLine, LatencyModel
-from placement.simulator.cluster import Loss, SetupError, SimCluster, SimWorker
+from placement.simulator.cluster import Drain, Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.machines.decode import DecodeMachine
 from placement.simulator.machines.mixed import MixedMachine
 from placement.simulator.machines.prefill import PrefillMachine
@@ -277,6 +277,46 @@ def test_pipeline_stages_overlap_in_prefill() -> None:
         for latency in (Plain(), Staged())
     )
     assert two.finish_s.max() == pytest.approx(one.finish_s.max() / 2, rel=0.1)
+
+
+@dataclass(frozen=True)
+class StagedDecode(Plain):
+    """Two stages of half the time each."""
+
+    stages: int = 2
+
+    def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
+        line = super().decode_line(batch_size, context_tokens)
+        return DecodeLine(line.step_s / 2, line.per_token_s / 2, line.until_tokens)
+
+
+def test_pipeline_stages_have_a_batch_each_in_decode() -> None:
+    """One answer is no faster than without them; of two each is in a batch of its own, and waits for nothing."""
+    alone = Workload(arrival_s=np.zeros(1), prompt_len=np.array([100]), output_len=np.array([50]))
+    pair = Workload(arrival_s=np.zeros(2), prompt_len=np.array([100, 100]), output_len=np.array([50, 50]))
+    found = {
+        (stages, count): play(cluster(workers("prefill"), workers("decode", latency=latency)), workload)[1]
+        for stages, latency in ((1, Plain()), (2, StagedDecode()))
+        for count, workload in ((1, alone), (2, pair))
+    }
+    assert found[2, 1].finish_s[0] == pytest.approx(found[1, 1].finish_s[0])
+    tpot_s = (found[2, 2].finish_s - found[2, 2].first_token_s) / 49
+    assert tpot_s == pytest.approx(0.01 + 1e-4 + 1e-6 * 125, rel=0.05), "of a batch of one"
+    together_s = (found[1, 2].finish_s - found[1, 2].first_token_s).max() / 49
+    assert tpot_s.max() < 0.99 * together_s
+
+
+@pytest.mark.parametrize(("num_pages", "counted"), [(40, "preempted"), (400, "moved")])
+def test_with_stages_all_are_served_while_workers_are_lost_and_drained(num_pages: int, counted: str) -> None:
+    setup = cluster(
+        workers("prefill", 2, latency=StagedDecode()),
+        workers("decode", 3, latency=StagedDecode(), num_pages=num_pages),
+        losses=(Loss(worker="decode-1", at_s=4.0, back_s=8.0),),
+        drains=(Drain(worker="decode-2", at_s=6.0),),
+    )
+    simulation, outcome = play(setup, requests(200, rate=10))
+    assert outcome.served == 200
+    assert simulation.ledger.counters[counted] > 0
 
 
 def test_impossible_clusters_are_refused_with_a_sentence() -> None:
