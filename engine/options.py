@@ -123,8 +123,9 @@ class EngineOptions:
     def _validate_stages(self) -> None:
         if self.pipeline_parallel == 1:
             return
-        for key, without in (("tensor_parallel", 1), ("speculative_model", "")):
-            if (value := getattr(self, key)) != without:
+        served = {"tensor_parallel": (1,), "speculative_model": ("",), "kv_dtype": ("auto", "int8")}  # int8: no scales
+        for key, values in served.items():
+            if (value := getattr(self, key)) not in values:
                 raise ValueError(
                     f"pipeline_parallel is {self.pipeline_parallel} with {key} {value!r}; give one of the two"
                 )

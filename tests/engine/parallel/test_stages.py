@@ -218,6 +218,7 @@ def test_a_model_that_keeps_a_state_beside_kv(tmp_path: Path) -> None:
         ({"pipeline_parallel": 0}, "pipeline_parallel is 0; give 1 or more"),
         ({"tensor_parallel": 2}, "pipeline_parallel is 2 with tensor_parallel 2; give one of the two"),
         ({"speculative_model": "small"}, "pipeline_parallel is 2 with speculative_model 'small'; give one of the two"),
+        ({"kv_dtype": "fp8_e4m3"}, "pipeline_parallel is 2 with kv_dtype 'fp8_e4m3'; give one of the two"),
         ({"quantization": "int8"}, "quantization is 'int8' with pipeline_parallel 2; give one of the two"),
     ],
 )
