@@ -134,7 +134,7 @@ def needed(
     model: str, arguments: argparse.Namespace, capability: tuple[int, int]
 ) -> list[tuple[str, tuple[object, ...]]]:
     """By a model, or by tests/gpu."""
-    from bench.gpu.common import MAX_POSITIONS, SHAPES
+    from bench.gpu.weights import MAX_POSITIONS, SHAPES
     from engine.attention.flashinfer.modules import wanted
     from engine.loading.outline import modules_needed
     from engine.options import EngineOptions

@@ -35,6 +35,7 @@ from engine.attention.flashinfer.timing import DecodeStep, Limits, Stopwatch
 from engine.attention.flashinfer.trial import Problem
 from engine.attention.torch_backend import TorchBackend
 from engine.build_cache import cache_folder
+from engine.errors import raise_if_broken
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +167,8 @@ def right(what: str, names: Iterable[str], error_of: Callable[[str], float]) -> 
 
 
 def timed(what: str, names: Iterable[str], seconds_of: Callable[[str], float]) -> Times:
-    """Each one's time. One that cannot run is left out and named. Raises RuntimeError when none can."""
+    """Each one's time. One that cannot run is left out and named. Raises RuntimeError when none can, EngineBroken for
+    one that has taken the device with it."""
     times: Times = {}
 
     def failing(name: str) -> str:
@@ -186,6 +188,7 @@ def _without_failing(what: str, names: Iterable[str], failing: Callable[[str], s
         try:
             why = failing(name)
         except Exception as error:  # a kernel that cannot be built or run here is one not to take
+            raise_if_broken(error)
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if why:
             logger.warning("%s is not served by %s: %s", what, name, why)

@@ -20,6 +20,7 @@ from engine.attention.flashinfer.timing import DecodeStep, Limits, Stopwatch
 from engine.attention.flashinfer.wrappers import FlashInfer, Runner
 from engine.attention.tables import PageTables
 from engine.attention.torch_backend import TorchBackend
+from engine.errors import EngineBroken
 from tests.engine.attention import fake_flashinfer
 from tests.engine.rehearsal import run_again
 
@@ -171,6 +172,14 @@ def test_a_kernel_that_cannot_run_at_a_size_is_left_out_there(caplog: pytest.Log
     assert "a shape is not served by xqa: RuntimeError: too large" in caplog.text
     with pytest.raises(RuntimeError, match="a shape: xqa: RuntimeError: too large"):
         timed("a shape", ["xqa"], seconds)
+
+
+def test_a_kernel_that_takes_the_device_with_it_ends_the_load() -> None:
+    def seconds_of(name: str) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(EngineBroken, match="the device is lost to this process"):
+        timed("a shape", ["xqa", "cores"], seconds_of)
 
 
 def test_what_cannot_be_captured_is_timed_with_its_launches_and_said(caplog: pytest.LogCaptureFixture) -> None:
