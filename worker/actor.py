@@ -117,10 +117,8 @@ class WorkerActor(MemberActor):
             from kv_transfer.transports.gpu import nccl_settings
             from worker.driver import make_worker
 
-            if (
-                engine["device"] == "cuda" and engine["tensor_parallel"] > 1
-            ):  # NCCL reads them for its first group: ranks'
-                nccl_settings.prepare(options.transfer.nccl, host)
+            if engine["device"] == "cuda" and engine["tensor_parallel"] > 1:
+                nccl_settings.prepare(options.transfer.nccl, host)  # NCCL reads them for its first group: the ranks'
             loaded = Engine.load(EngineOptions(**engine), progress=progress)
             pin_process(cpus)
             secret = greeting.secrets.cluster

@@ -3,7 +3,8 @@
     python -m bench.gpu.engine [--rehearse] [--model 8b|1b|tiny|DIR] [--kv fp8_e4m3]
 
     decode    batch 1, 32 and 128 at a context of 1k: time of a step, against the bytes it must read over the measured
-              bandwidth. Steps are begun before the last one's tokens are known, as a decode worker does.
+              bandwidth. Steps are begun before the last one's tokens are known, as a decode worker does. Beside it the
+              same steps with tokens drawn by top-k and top-p: what sampling costs
     prefill   2k and 8k tokens: against the multiplications over the measured matmul rate
     idle      of the GPU at decode batch 32, from a profiler's trace: within steps, and between them (bench/gpu/idle.py)
     host      what `begin` takes of the host's time: the most a step may be shortened before the GPU waits
@@ -35,6 +36,7 @@ from engine.types import PENDING, Chunk, SampleSpec, SamplingParams, Step
 
 WANTED_DECODE, WANTED_PREFILL, WANTED_IDLE = 0.65, 0.60, 0.05
 GREEDY = SamplingParams(temperature=0.0)
+DRAWN = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=1)
 CHUNK_TOKENS = 8192  # of a step that fills contexts
 
 
@@ -48,9 +50,12 @@ class Sizes:
     page_size: int = 16
 
     @property
+    def pages_per_request(self) -> int:
+        return -(-(self.context + 3 * self.steps + 8) // self.page_size)
+
+    @property
     def num_pages(self) -> int:
-        per_request = -(-(self.context + 2 * self.steps + 8) // self.page_size)
-        return max(max(self.batches) * per_request, -(-max(self.prompts) // self.page_size) + 1)
+        return max(max(self.batches) * self.pages_per_request, -(-max(self.prompts) // self.page_size) + 1)
 
 
 TINY = Sizes(batches=(1, 4), context=40, prompts=(64, 128), steps=4, idle_batch=4)
@@ -70,7 +75,7 @@ class Driver:
 
     def __init__(self, engine: Engine, sizes: Sizes, batch: int) -> None:
         self._engine = engine
-        per_request = -(-(sizes.context + 2 * sizes.steps + 8) // sizes.page_size)
+        per_request = sizes.pages_per_request
         self._tables = [range(i * per_request, (i + 1) * per_request) for i in range(batch)]
         self._context = sizes.context
         vocab, generator = engine.info.vocab_size, torch.Generator().manual_seed(batch)
@@ -81,19 +86,19 @@ class Driver:
             engine.step(Step(chunks=[self._chunk(i, prompts[i], 0) for i in rows]))
         self._position = sizes.context
 
-    def _chunk(self, request: int, ids: list[int], start: int) -> Chunk:
-        spec = SampleSpec(params=GREEDY, position=start + len(ids))
+    def _chunk(self, request: int, ids: list[int], start: int, params: SamplingParams = GREEDY) -> Chunk:
+        spec = SampleSpec(params=params, position=start + len(ids))
         return Chunk(
             request_id=str(request), token_ids=ids, start=start, block_table=self._tables[request], sample=spec
         )
 
-    def run(self, steps: int) -> list[float]:
+    def run(self, steps: int, params: SamplingParams = GREEDY) -> list[float]:
         """Seconds that the host spent in each `begin`. Ends when the last step's tokens are there."""
         hosts: list[float] = []
         flight = None
         for i in range(steps):
             ids = [5] if i == 0 else [PENDING]
-            chunks = [self._chunk(request, ids, self._position) for request in range(len(self._tables))]
+            chunks = [self._chunk(request, ids, self._position, params) for request in range(len(self._tables))]
             began_s = time.perf_counter()
             following = self._engine.begin(Step(chunks=chunks))
             hosts.append(time.perf_counter() - began_s)
@@ -114,12 +119,17 @@ def measure_decode(engine: Engine, sizes: Sizes, batch: int, work: Work, top: Ce
     began_s = time.perf_counter()
     hosts = driver.run(sizes.steps)
     step_s = (time.perf_counter() - began_s) / sizes.steps
+    driver.run(3, DRAWN)
+    began_s = time.perf_counter()
+    driver.run(sizes.steps, DRAWN)
+    drawn_s = (time.perf_counter() - began_s) / sizes.steps
     context = sizes.context + 3 + sizes.steps / 2
     floor_s = work.decode_bytes(batch, int(context)) / top.bandwidth
     row = {
         "batch": batch,
         "context": int(context),
         "step_ms": step_s * 1e3,
+        "drawn_step_ms": drawn_s * 1e3,  # tokens by top-k and top-p
         "floor_ms": floor_s * 1e3,
         "share_of_floor": floor_s / step_s,
         "host_ms": statistics.median(hosts) * 1e3,
@@ -176,7 +186,8 @@ def summary(result: dict[str, Any]) -> list[dict[str, str]]:
     rows = [
         {
             "what": f"decode batch {row['batch']}, context {row['context']}",
-            "found": f"{row['step_ms']:.2f} ms, {row['share_of_floor']:.0%} of the floor",
+            "found": f"{row['step_ms']:.2f} ms, {row['share_of_floor']:.0%} of the floor; "
+            f"{row['drawn_step_ms']:.2f} ms with drawn tokens",
             "wanted": f"{WANTED_DECODE:.0%}",
         }
         for row in result["decode"]
@@ -196,13 +207,13 @@ def summary(result: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    table = Table("", "ms", "floor ms", "share", "host ms")
+    table = Table("", "ms", "floor ms", "share", "host ms", "ms, drawn")
     for row in result["decode"]:
         cells = (f"{row['step_ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['share_of_floor']:.0%}")
-        table.add_row(f"decode {row['batch']}", *cells, f"{row['host_ms']:.2f}")
+        table.add_row(f"decode {row['batch']}", *cells, f"{row['host_ms']:.2f}", f"{row['drawn_step_ms']:.2f}")
     for row in result["prefill"]:
         cells = (f"{row['ms']:.1f}", f"{row['floor_ms']:.1f}", f"{row['share_of_matmul_rate']:.0%}")
-        table.add_row(f"prefill {row['tokens']}", *cells, "")
+        table.add_row(f"prefill {row['tokens']}", *cells, "", "")
     console.print(table)
     top = result["ceilings"]
     console.print(f"measured: {top['bandwidth'] / 1e12:.3g} TB/s copy, {top['matmul'] / 1e12:.4g} TFLOP/s bfloat16")
