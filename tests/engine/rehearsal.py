@@ -53,6 +53,9 @@ class RehearsedGpu(GpuPlatform):
     def capture(self) -> Callable[..., tuple[Callable[[], object], torch.Tensor]]:
         return run_again
 
+    def capture_steps(self) -> Callable[..., tuple[Callable[[], object], torch.Tensor]]:
+        return self.capture()
+
 
 def rehearse(
     model: str, *, decode: str = "tensor", fused: bool = True, library: Any = fake_flashinfer, **options: object

@@ -73,7 +73,7 @@ def library(gpu: FakeGpu) -> Any:
 
 
 class Captured(GpuPlatform):
-    def capture(self) -> Capture:
+    def capture_steps(self) -> Capture:
         return run_again
 
 
