@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from hypothesis import settings
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
 
+# Kernels are run by Triton's interpreter where there is no GPU. Triton's own library takes that in when it is first
+# imported, which any test may do.
+if not Path("/proc/driver/nvidia/version").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 OPTIONS_OF_PLUGINS = {"asyncio_mode": "asyncio", "asyncio_default_fixture_loop_scope": "asyncio", "timeout": "timeout"}
 

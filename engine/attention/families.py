@@ -73,10 +73,10 @@ def _method(module: Any, scaling: float, window: int = 0) -> bool:
 def _bloom(module: Any) -> bool:
     if module.pretraining_tp > 1 and module.slow_but_exact:
         return False
-    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    device = module.dense.weight.device
-    slopes = _get_alibi_slopes(module.num_heads, device).flatten().float()
+    two_keys = torch.ones(1, 2, dtype=torch.long, device=module.dense.weight.device)
+    slopes = build_alibi_tensor(two_keys, module.num_heads, torch.float32)[:, 0, 1].contiguous()  # of the second
 
     def forward(hidden: torch.Tensor, residual: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         q, k, v = module._reshape(module.query_key_value(hidden))

@@ -69,6 +69,8 @@ class TurnedByLength:
         self.rope = rope
         self.own = rotary.forward
         self._plain = inspect.unwrap(type(rotary).forward)  # without the choice of one length for all rows
+        # transformers before 5.18 multiplies each sequence's positions by a column: there each row is a sequence
+        self._is_by_sequence = "inv_freq[None, :, None]" in inspect.getsource(self._plain)
         self._short_F: torch.Tensor = rotary.original_inv_freq.detach().clone()  # type: ignore[operator]
         self._long_F, self.device = self._short_F, self._short_F.device
         if rope.is_dynamic:
@@ -94,7 +96,11 @@ class TurnedByLength:
 
     def turned(self, x: torch.Tensor, position_ids: torch.Tensor, lengths_T: torch.Tensor) -> Any:
         """What the module makes of positions [1, T] with each one's length."""
-        return self._plain(_WithFrequencies(self.rotary, self._frequencies(lengths_T)), x, position_ids)
+        frequencies_TF = self._frequencies(lengths_T)
+        if not self._is_by_sequence:
+            return self._plain(_WithFrequencies(self.rotary, frequencies_TF), x, position_ids)
+        made = self._plain(_WithFrequencies(self.rotary, _OfSequences(frequencies_TF)), x, position_ids.T)
+        return tuple(part.transpose(0, 1) for part in made) if isinstance(made, tuple) else made.transpose(0, 1)
 
     def _frequencies(self, lengths_T: torch.Tensor) -> torch.Tensor:
         lengths_T1 = lengths_T[:, None]
@@ -112,12 +118,22 @@ class TurnedByLength:
 class _WithFrequencies:
     """A rotary module as its own code sees it, but for its frequencies, [T, F] of each row."""
 
-    def __init__(self, rotary: nn.Module, inv_freq: torch.Tensor) -> None:
+    def __init__(self, rotary: nn.Module, inv_freq: torch.Tensor | _OfSequences) -> None:
         self._rotary = rotary
         self.inv_freq = inv_freq
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._rotary, name)
+
+
+class _OfSequences:
+    """Frequencies [T, F] where a module's code asks for those of all sequences as [1, F, 1]."""
+
+    def __init__(self, frequencies_TF: torch.Tensor) -> None:
+        self._frequencies_TF1 = frequencies_TF[..., None]
+
+    def __getitem__(self, key: tuple[Any, ...]) -> torch.Tensor:
+        return self._frequencies_TF1
 
 
 def _check(ours: TurnedByLength) -> None:

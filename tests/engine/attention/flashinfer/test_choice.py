@@ -131,11 +131,13 @@ def test_graphs_and_steps_without_one_run_the_kernel_of_their_size() -> None:
     kernels = KernelChoice(by_batch=(BatchChoice(1, "cores"), BatchChoice(8, "xqa", ((8, "xqa"), (64, "tensor")))))
     backend = FlashInferBackend(BACKEND.flashinfer, {SHAPE: kernels})
     assert backend.reads_block_tables
+    steps = []  # a backend knows a graph by its tables' identity: none may be another's
 
     def kernel_of(sequences: int, keys: int, *, is_static: bool) -> str:
         step = DecodeStep.of(SHAPE, sequences, keys, CPU)
         assert step.meta.tables is not None
-        runner = backend._runner(SHAPE, replace(step.meta.tables, is_static=is_static))
+        steps.append(replace(step.meta.tables, is_static=is_static))
+        runner = backend._runner(SHAPE, steps[-1])
         return {"Xqa": "xqa", "Decode": "plain"}[type(runner).__name__]
 
     assert kernel_of(1, 64, is_static=True) == "plain"
