@@ -72,9 +72,10 @@ def parts_of(*, rehearse: bool, model: str | None, out: Path) -> tuple[Part, ...
         program("cluster", 100, 200),
         # 16 GB loaded, graphs captured (25 s); 43 steps of three batches behind contexts of 1k, 8 prompts (15 s).
         program("engine", 50, 120),
-        # About 100 cases of attention at a second or less, 60 of drawing, a few engines with fp8 pages.
+        # About 100 cases of attention at a second or less, 60 of drawing, a few engines with fp8 pages, and where there
+        # are two GPUs workers over both.
         tests(
-            "correctness", 60, 150, "tests/gpu/test_attention.py", "tests/gpu/test_fp8.py", "tests/gpu/test_sampling.py"
+            "correctness", 60, 150, *(f"tests/gpu/test_{name}.py" for name in ("attention", "fp8", "sampling", "ranks"))
         ),
         # The transports' contract as on a CPU (25 s there); order against the engine's stream.
         tests("contract", 45, 120, *contract, "tests/gpu/test_transports.py", *left_out),
