@@ -43,6 +43,7 @@ NAMES = (
     "states",
     "kv_int8",
     "kept_kv",
+    "degrees",
     "families",
     "fairness",
     "accounts",

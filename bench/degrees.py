@@ -10,25 +10,23 @@ that tokens are put together on the way) and without. Writes bench/results/degre
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.common import about, save
 from bench.handoff import MODELS, layout_of, segments_of
 from engine.pages.memory import KvMemory, ShareBytes
 from engine.pages.share import Share
 from kv_transfer.checksum import RunningDigest
 
-RESULTS = Path(__file__).parent / "results" / "degrees.json"
 DEGREES = ((1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2))  # sender's and receiver's
 ROUNDS = 9
 
@@ -87,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="llama-8b")
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--quick", action="store_true", help="it takes 15 seconds as it is")
     arguments = parser.parse_args()
     rows = bench(arguments.model, arguments.tokens)
     table = Table("degrees", "pages", "checksums", "GB/s", "GB/s and rank", "of 1-1")
@@ -94,8 +93,9 @@ def main() -> None:
         figures = (f"{row[key]:.2f}" for key in ("gbytes_per_s", "gbytes_per_s_and_rank", "of_1_1"))
         table.add_row(row["degrees"], row["pages"], "on" if row["checksums"] else "off", *figures)
     Console().print(table)
-    found = {"model": arguments.model, "tokens": arguments.tokens, "rows": rows}
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    print(
+        f"written to {save('degrees', about() | {'model': arguments.model, 'tokens': arguments.tokens, 'rows': rows})}"
+    )
 
 
 if __name__ == "__main__":

@@ -1185,6 +1185,20 @@ def kept_kv(result: Mapping[str, Any]) -> str:
     return f"{asked}\n\n{table(columns, rows)}"
 
 
+def degrees(result: Mapping[str, Any]) -> str:
+    by: dict[str, dict[tuple[str, bool], Mapping[str, Any]]] = {}
+    for row in result["rows"]:
+        by.setdefault(row["degrees"], {})[row["pages"], row["checksums"]] = row
+    ways = [(pages, checked) for pages in ("consecutive", "scattered") for checked in (True, False)]
+    columns = [f"{pages}, {'checked' if checked else 'unchecked'}" for pages, checked in ways]
+    rows = [
+        [pair, *(f"{found[way]['of_1_1']:.2f} ({found[way]['gbytes_per_s']:.1f})" for way in ways)]
+        for pair, found in by.items()
+    ]
+    asked = f"{result['tokens']:,} tokens of {result['model']}, share of 1-1 (GB/s):"
+    return f"{asked}\n\n{table(['degrees', *columns], rows)}"
+
+
 def families(result: Mapping[str, Any]) -> str:
     by: dict[str, list[Mapping[str, str]]] = {verdict: [] for verdict in ("exact", "refused", "wrong", "not made")}
     for model in result["models"]:
@@ -1301,6 +1315,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "adapters": adapters,
     "states": states,
     "kept_kv": kept_kv,
+    "degrees": degrees,
     "kv_int8": kv_int8,
     "families": families,
     "protocol": protocol,
