@@ -41,11 +41,11 @@ from rich.table import Table
 
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
+from engine.parallel.process_group import gloo_group
 from kv_transfer.base import Segment, SendEnd, Wire
 from kv_transfer.checksum import Checksummer, RunningDigest
 from kv_transfer.options import TransferOptions
 from kv_transfer.plan import cut_segments, layer_groups
-from kv_transfer.transports.gloo import make_gloo
 from kv_transfer.transports.registry import load_transport
 from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK
 from worker.wire.tls import TlsFiles
@@ -124,7 +124,7 @@ def raw_gloo(rank: int, port: int) -> Any:
     dist: Any = torch.distributed
     timeout = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore(HOST, port, is_master=rank == PREFILL_RANK, wait_for_workers=False, timeout=timeout)
-    return make_gloo(dist.PrefixStore("raw", store), rank, HOST, TIMEOUT_S)
+    return gloo_group(dist.PrefixStore("raw", store), rank, 2, HOST, TIMEOUT_S)
 
 
 @contextmanager

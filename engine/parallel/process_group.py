@@ -36,20 +36,33 @@ def check_gpus(options: EngineOptions, device: torch.device) -> None:
         raise ValueError(f"tensor_parallel is {size}, and {count} GPUs are visible; give at most {count}")
 
 
+def gloo_group(store: Any, rank: int, size: int, host: str, timeout_s: float) -> Any:
+    """Outside any default group, over the network of that address. Blocks until all ranks are there."""
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def nccl_group(store: Any, rank: int, size: int, max_ctas: int | None = None) -> Any:
+    """The same on GPUs; the first message makes its communicator. One takes `max_ctas` multiprocessors at most."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=WATCHDOG_S)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
 def make_group(meeting: Path, shard: Shard, device: torch.device, timeout_s: float) -> Any:
     """Blocks until all ranks are there, each with the same `meeting`, a file that is not there yet."""
     store = dist.FileStore(str(meeting), shard.size)
     if device.type == "cpu":
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        return dist.ProcessGroupGloo(store, shard.rank, shard.size, options)
+        return gloo_group(store, shard.rank, shard.size, "127.0.0.1", timeout_s)
     for key, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(key, value)
     store.set_timeout(timedelta(seconds=timeout_s))
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timedelta(seconds=WATCHDOG_S)
-    return dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+    return nccl_group(store, shard.rank, shard.size)
 
 
 class GroupCollectives:

@@ -12,18 +12,15 @@ import hmac
 import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed
 
 from engine.pages.memory import KvMemory
 from engine.pages.rows import Seen
+from engine.parallel.process_group import gloo_group
 from kv_transfer.base import Segment, TransferError
 from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, TwoRankGroup, first_line
-
-dist: Any = torch.distributed  # its names are not all in its type stubs
 
 PROOF_BYTES = 32
 PROOF_TAG = 0  # no segment is empty
@@ -53,7 +50,7 @@ class Gloo:
     ) -> GlooGroup:
         def make() -> Any:
             met_at = store()
-            group = make_gloo(met_at, rank, self._host, timeout_s)
+            group = gloo_group(met_at, rank, 2, self._host, timeout_s)
             prove(group, met_at, rank)
             return group
 
@@ -122,16 +119,6 @@ class CpuStaging:
 
     def scatter(self, segment: Segment, data: torch.Tensor) -> None:
         self._rows.scatter(segment.layers, segment.dst_pages, data.numpy())
-
-
-def make_gloo(store: Any, rank: int, host: str, timeout_s: float) -> Any:
-    """Blocks until both ranks are there."""
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [gloo.create_device(hostname=host)]
-    options._threads = 1
-    return gloo(store, rank, 2, options)
 
 
 def prove(group: Any, store: Any, rank: int) -> None:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed
 
 from engine.pages.memory import KvMemory
+from engine.parallel.process_group import nccl_group
 from kv_transfer.base import TransferError
 from kv_transfer.transports.gpu.device import CopyQueue, Gpu
 from kv_transfer.transports.gpu.nccl_settings import loaded_version, prepare, why_not_on_one_gpu
@@ -37,10 +38,7 @@ dist: Any = torch.distributed
 
 POLL_S = 20e-6
 MEETING_S = 30.0  # at least, for both ranks to set up NCCL, which takes seconds at first
-WATCHDOG_S = 86_400.0  # torch's own timeout, out of the way
-MAX_CTAS = (
-    8  # multiprocessors that a message may take from the engine: about 20 GB/s each over NVLink. NCCL_MAX_CTAS wins
-)
+MAX_CTAS = 8  # that a message may take from the engine, about 20 GB/s each over NVLink; NCCL_MAX_CTAS wins
 
 
 def make_group(store: Any, rank: int, device: str) -> Any:
@@ -49,10 +47,7 @@ def make_group(store: Any, rank: int, device: str) -> Any:
     prepare()
     store.set_timeout(timedelta(seconds=MEETING_S))
     torch.cuda.set_device(device)
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timedelta(seconds=WATCHDOG_S)
-    options.config.max_ctas = MAX_CTAS
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
+    return nccl_group(store, rank, 2, MAX_CTAS)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
