@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from engine.options import check_device_name
 
 AOT_FOLDER = Path("data") / "aot"  # of FlashInfer: modules built beforehand
 AOT_SETTING = "KVRELAY_FLASHINFER_AOT"  # the environment's: another folder of them
+
+Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]
+"""What makes a graph of a run: how to replay it, and what it gives."""
 
 
 def resolve(name: str) -> torch.device:

@@ -21,6 +21,7 @@ import torch
 from engine.attention.base import StepMeta, build_meta
 from engine.attention.tables import ON_DEVICE as TABLE_NAMES
 from engine.attention.tables import PageTables, page_tables
+from engine.device import Capture
 from engine.errors import in_short, raise_if_broken
 from engine.gpu.staging import StaticUploader
 from engine.types import Chunk
@@ -32,7 +33,6 @@ SIZE_STEP = 8
 WARM_UPS = 2
 
 Run = Callable[[StepMeta], torch.Tensor]  # logits [rows, vocab] of every row
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]  # -> (replay, its output)
 
 
 class Replans(Protocol):

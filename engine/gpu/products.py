@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from engine.device import Capture
 from engine.errors import raise_if_broken
-from engine.gpu.graphs import Capture
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,11 @@ from engine.attention.flashinfer.shapes import HALF, Shape, distinct, why_not
 from engine.attention.flashinfer.timing import Limits, Stopwatch, seconds_of
 from engine.attention.probe import LayerProbe, Probe
 from engine.attention.registry import make_backend
+from engine.device import Capture
 from engine.fused.gpu import FlashInferKernels, TorchKernels
 from engine.fused.kernels import Kernels
 from engine.fused.recognise import fuse
-from engine.gpu.graphs import Capture, DecodeGraphs, cuda_capture, sizes_up_to
+from engine.gpu.graphs import DecodeGraphs, cuda_capture, sizes_up_to
 from engine.gpu.products import with_faster_products
 from engine.gpu.staging import Uploader, on_device
 from engine.gpu.steps import GpuSteps

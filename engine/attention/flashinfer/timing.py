@@ -19,8 +19,8 @@ import torch
 from engine.attention.base import AttentionCall, StepMeta
 from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.shapes import Shape
-from engine.attention.flashinfer.trial import call_of
-from engine.attention.tables import page_tables
+from engine.attention.flashinfer.trial import call_of, step_over
+from engine.device import Capture
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ BATCHES = (1, 32, 128)  # sequences
 CONTEXTS = (1024, 8192)  # keys of each
 BEYOND_CACHES = 256 << 20  # bytes: several times what any GPU's cache holds
 SHARE_OF_FREE_MEMORY = 0.25
-
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], object], torch.Tensor]]  # -> (replay, its output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,20 +108,9 @@ class DecodeStep:
         tables = np.random.default_rng(0).permutation(count).astype(np.int32).reshape(sequences, each)
         one_row_each = np.arange(sequences + 1, dtype=np.int32)
         starts = np.full(sequences, keys - 1, dtype=np.int32)
-        placed = page_tables(one_row_each, starts, tables, shape.page_size).place(
-            lambda arrays: {name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in arrays.items()}
-        )
-        none = torch.zeros(0, dtype=torch.long, device=device)
-        meta = StepMeta(
-            token_ids=torch.zeros(sequences, dtype=torch.long),
-            positions=none,
-            query_starts=torch.from_numpy(one_row_each),
-            starts=torch.from_numpy(starts),
-            block_tables=placed.on_device("block_tables"),
-            slots=none,
-            page_size=shape.page_size,
-            tables=replace(placed, is_static=True),  # as a graph's are
-        )
+        meta = step_over(one_row_each, starts, tables, shape.page_size, device)
+        assert meta.tables is not None
+        meta = replace(meta, tables=replace(meta.tables, is_static=True))  # as a graph's are
         sinks = torch.zeros(shape.heads, device=device) if shape.sinks else None
         q_THD = torch.randn(sequences, shape.heads, shape.head_dim, device=device).to(shape.dtype)
         return cls(q_THD, list(zip(*kept, strict=True)), meta, call_of(shape, sinks))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention.base import AttentionCall, StepMeta
@@ -18,6 +18,8 @@ from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.shapes import FP8, Shape
 from engine.attention.tables import page_tables
 from engine.attention.torch_backend import TorchBackend
+
+Int32s = npt.NDArray[np.int32]
 
 TOLERANCE = 2e-2  # of the output's norm: a half-precision output against one accumulated in float32
 DECODE = (32, 1024)  # sequences, keys of each
@@ -60,21 +62,26 @@ def make_problem(shape: Shape, sequences: int, keys: int, rows: int, device: tor
     k_pages, v_pages = (_pages(shape, tables, lengths, counts, int(order.size), seed, device) for seed in (1, 2))
     q = torch.randn(int(query_starts[-1]), shape.heads, shape.head_dim, generator=generator)
     sinks = torch.randn(shape.heads, generator=generator).to(device) if shape.sinks else None
-    placed = page_tables(query_starts, starts, tables, shape.page_size).place(
+    meta = step_over(query_starts, starts, tables, shape.page_size, device)
+    return Problem(q.to(device, shape.dtype), k_pages, v_pages, meta, call_of(shape, sinks))
+
+
+def step_over(query_starts: Int32s, starts: Int32s, tables: Int32s, page_size: int, device: torch.device) -> StepMeta:
+    """As attention is told of it: it has no tokens, and writes nothing."""
+    placed = page_tables(query_starts, starts, tables, page_size).place(
         lambda arrays: {name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in arrays.items()}
     )
     none = torch.zeros(0, dtype=torch.long, device=device)
-    meta = StepMeta(
-        token_ids=torch.zeros(q.shape[0], dtype=torch.long),
+    return StepMeta(
+        token_ids=torch.zeros(int(query_starts[-1]), dtype=torch.long),
         positions=none,
         query_starts=torch.from_numpy(query_starts),
         starts=torch.from_numpy(starts),
-        block_tables=torch.from_numpy(tables).to(device),
+        block_tables=placed.on_device("block_tables"),
         slots=none,
-        page_size=shape.page_size,
+        page_size=page_size,
         tables=placed,
     )
-    return Problem(q.to(device, shape.dtype), k_pages, v_pages, meta, call_of(shape, sinks))
 
 
 def call_of(shape: Shape, sinks: torch.Tensor | None) -> AttentionCall:
@@ -84,7 +91,7 @@ def call_of(shape: Shape, sinks: torch.Tensor | None) -> AttentionCall:
 
 def _pages(
     shape: Shape,
-    tables: np.ndarray[Any, np.dtype[np.int32]],
+    tables: Int32s,
     lengths: Sequence[int],
     counts: Sequence[int],
     total: int,

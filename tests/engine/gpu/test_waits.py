@@ -13,8 +13,8 @@ import torch
 from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.attention.torch_backend import TorchBackend
+from engine.device import Capture
 from engine.engine import Engine
-from engine.gpu.graphs import Capture
 from engine.loading import load as loading
 from engine.loading.gpu import GpuPlatform
 from engine.options import EngineOptions
