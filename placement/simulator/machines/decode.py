@@ -398,17 +398,21 @@ class DecodeMachine(Decoder):
         while self._ends and self._ends[0][0] <= self.steps.made:
             end, _, _, attempt = heappop(self._ends)
             if attempt.joined_step >= 0 and attempt.joined_step + attempt.left == end:
-                del self._attempts[attempt.id]
                 self.steps.run.leave(attempt.id)
                 assert self.policy.computed_len_of(attempt.id) == attempt.num_tokens + attempt.max_new - 1
-                self.policy.on_cancelled(attempt.id)
-                self.moves.drop(attempt)
-                attempt.left = 0
-                router.clock.tell(router.on_finished, attempt)
+                self._finish(attempt)
         if not self.moves.is_quiet:
             self.steps.run.settle()
             self.moves.on_step_end()
         self._grant_queued()
+
+    def _finish(self, attempt: Attempt) -> None:
+        """It has its last token."""
+        del self._attempts[attempt.id]
+        self.policy.on_cancelled(attempt.id)
+        self.moves.drop(attempt)
+        attempt.left = 0
+        self.router.clock.tell(self.router.on_finished, attempt)
 
     def _take_guesses(self, run: SpeculatedRun) -> None:
         """Those that were right are tokens without a step: who has some ends earlier."""

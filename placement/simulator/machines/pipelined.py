@@ -37,12 +37,6 @@ class PipelinedDecodeMachine(DecodeMachine):
     def _joined(self, attempt: Attempt) -> None:
         attempt.joined_step = 0
 
-    def _pause(self, attempt: Attempt) -> None:
-        if attempt.joined_step >= 0:
-            self._paused[attempt.id] = attempt
-            attempt.left -= self.made_by(attempt)
-            attempt.joined_step = -1
-
     def _start(self) -> None:
         """Have as many passes as there are stages. While requests move, all end before others begin: between them
         nothing is in flight, as moves want it."""
@@ -111,12 +105,8 @@ class PipelinedDecodeMachine(DecodeMachine):
         attempt.joined_step += 1
         if attempt.joined_step < attempt.left:
             return
-        del self._attempts[attempt.id]
-        self.policy.on_cancelled(attempt.id)
-        self.moves.drop(attempt)
-        attempt.left = 0
+        self._finish(attempt)
         attempt.joined_step = -1
-        self.router.clock.tell(self.router.on_finished, attempt)
 
     def change_pace(self) -> None:
         """The next pass is at the new pace."""
