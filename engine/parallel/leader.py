@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,17 +31,16 @@ from engine.options import EngineOptions
 from engine.pages.host_memory import check_free
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
-from engine.pages.share import Share
 from engine.parallel import sharding
 from engine.parallel.collectives import Collectives, make_seats
 from engine.parallel.frames import Frame
 from engine.parallel.meetings import Cut, connect
-from engine.parallel.messages import copies_frame, memory_frame, share_of, step_frame, steps_frame
+from engine.parallel.messages import copies_frame, fit_frame, memory_frame, share_of, step_frame, steps_frame
 from engine.parallel.mirror import LeaderMirror, drop_graphs, graph_sizes
 from engine.parallel.process_group import GroupCollectives, check_gpus
 from engine.parallel.processes import Processes
 from engine.parallel.shard import Shard
-from engine.parallel.team import OnLayer, RunAlone, Team
+from engine.parallel.team import OnLayer, RunAlone, Team, with_threads
 from engine.pending import Steps
 from engine.types import ModelInfo
 from engine.weights import ropes
@@ -69,9 +67,7 @@ class StartedRanks:
         if collectives == "auto":
             collectives = "shared" if device.type == "cpu" else "process_group"
         sharding.check_config(load_config(options.model), size)
-        threads = options.threads or max(1, torch.get_num_threads() // size)
-        torch.set_num_threads(threads)
-        return cls(dataclasses.replace(options, threads=threads, collectives=collectives), device)
+        return cls(dataclasses.replace(with_threads(options), collectives=collectives), device)
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         self.options = options
@@ -127,16 +123,15 @@ class StartedRanks:
 
 class Ranks(Team):
     def __init__(self, processes: Processes, shard: Shard, collectives: Collectives | GroupCollectives) -> None:
-        self._processes = processes
+        super().__init__(processes)
         self._shard = shard
-        self.shares = tuple(Share(rank, shard.size) for rank in range(shard.size))
+        self.shares = tuple(Shard(rank, shard.size).share for rank in range(shard.size))
         self._collectives = collectives
         self.mirror: Mirror = (
             LeaderMirror(self._tell, collectives) if isinstance(collectives, GroupCollectives) else ALONE
         )
-        self._finalizer = weakref.finalize(self, processes.close)  # whoever forgets to close leaves no process
         self._memory: KvMemory | None = None  # what the ranks have a share of
-        self._on_layer: Callable[[int], None] | None = None  # of the step that runs
+        self._on_layer: OnLayer | None = None  # of the step that runs
 
     def run(
         self,
@@ -157,7 +152,7 @@ class Ranks(Team):
         with self._processes.in_step():
             yield
 
-    def hear(self, memory: KvMemory, on_layer: Callable[[int], None] | None) -> None:
+    def hear(self, memory: KvMemory, on_layer: OnLayer | None) -> None:
         """A step begins over `memory`; `on_layer` is told of each layer once all ranks have written it."""
         assert memory is self._memory, "the ranks have a share of the last memory only"
         self._on_layer = on_layer
@@ -182,7 +177,7 @@ class Ranks(Team):
 
     def least_pages(self, layout: KvLayout, peak_bytes: int) -> int:
         """How many pages the other ranks have room for, each on its own GPU. Raises ValueError, EngineBroken."""
-        answers = self._processes.ask(memory_frame(layout, peak_bytes=peak_bytes), "fit", ALLOCATE_TIMEOUT_S)
+        answers = self._processes.ask(fit_frame(layout, peak_bytes), "fit", ALLOCATE_TIMEOUT_S)
         if reason := next((answer.fields["reason"] for answer in answers if answer.fields["reason"]), ""):
             raise ValueError(reason)
         return min(int(answer.fields["pages"]) for answer in answers)
@@ -211,15 +206,6 @@ class Ranks(Team):
         if self._on_layer is not None:
             self._on_layer(layer)
 
-    def check(self) -> None:
-        """Raise EngineBroken once a rank is lost or out of step."""
-        self._processes.check()
-
     def close(self) -> None:
-        """End the processes. A second call does nothing."""
-        self._finalizer()
+        super().close()
         self._collectives.close()
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self._processes.pids

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,18 +56,24 @@ def step_of(frame: Frame) -> tuple[StepMeta, torch.Tensor | None]:
     return meta, arrays.get("rows")
 
 
-def memory_frame(layout: KvLayout, peak_bytes: int | None = None) -> Frame:
-    """Asks a rank for its share of so many pages; with a step's `peak_bytes`, for how many there is room beside it."""
+def memory_frame(layout: KvLayout) -> Frame:
+    """Asks a rank for its share of so many pages."""
+    return Frame("memory", _layout_fields(layout))
+
+
+def fit_frame(layout: KvLayout, peak_bytes: int) -> Frame:
+    """Asks a rank for how many pages there is room beside a step's peak."""
+    return Frame("fit", _layout_fields(layout) | {"peak_bytes": peak_bytes})
+
+
+def _layout_fields(layout: KvLayout) -> dict[str, Any]:
     attentions = [layer for layer in layout.layers if isinstance(layer, LayerKv)]  # no other is cut
-    fields = {
+    return {
         "page_size": layout.page_size,
         "dtype": layout.dtype,
         "num_pages": layout.num_pages,
         "layers": [[layer.kv_heads, layer.k_dim, layer.v_dim] for layer in attentions],
     }
-    if peak_bytes is not None:
-        return Frame("fit", fields | {"peak_bytes": peak_bytes})
-    return Frame("memory", fields)
 
 
 def steps_frame(info: ModelInfo) -> Frame:
@@ -123,7 +130,7 @@ def copies_of(frame: Frame) -> list[tuple[int, int]]:
 def mapped_frame(memory: KvMemory) -> Frame:
     """The leader's pages, for stages to map."""
     assert memory.fd is not None, "pages on a GPU have no file"
-    return Frame("map", memory_frame(memory.layout).fields, files=(memory.fd,))
+    return Frame("map", _layout_fields(memory.layout), files=(memory.fd,))
 
 
 def mapped_of(frame: Frame) -> KvMemory:

@@ -29,7 +29,6 @@ from engine.loading.platform import Platform
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages.memory import KvMemory
-from engine.pages.share import Share
 from engine.parallel import mirror, sharding
 from engine.parallel.collectives import Collectives
 from engine.parallel.frames import Channel, Frame
@@ -72,9 +71,7 @@ def load_part(options: EngineOptions, shard: Shard, platform: Platform) -> Part:
     The whole model is mapped from its files, and what is kept of it is copied: no memory or GPU ever holds it all.
     """
     served = served_config(options)
-    module = loader.load_model(options.model, served.config, served.dtype, torch.device("cpu"))
-    ropes.adopt(module, served.rope)
-    whole = loader.probe_model(module, served.max_len)
+    module, whole = loader.load_probed(options.model, served)
     cuts = sharding.shard_model(module, shard, whole)
     part = sharding.check_shapes(module, whole, served.max_len, shard)
     loader.set_attention(module, hooks.SERVE)
@@ -114,8 +111,7 @@ class Rank:
         return self._memory
 
     def _allocate(self, frame: Frame) -> None:
-        share = Share(self._shard.rank, self._shard.size)
-        self._memory = KvMemory(layout_of(frame), str(self._model.device), share=share)
+        self._memory = KvMemory(layout_of(frame), str(self._model.device), share=self._shard.share)
         self._channel.send(share_frame(self._memory))
         self._memory.close()  # of its file the leader has its own
 
@@ -128,7 +124,7 @@ class Rank:
         self._model.run_alone(self._pages, self._model.place(meta), rows)
 
     def _fit(self, frame: Frame) -> None:
-        page_bytes = Share(self._shard.rank, self._shard.size).of(layout_of(frame)).page_bytes()
+        page_bytes = self._shard.share.of(layout_of(frame)).page_bytes()
         try:
             kv_bytes = self._platform.default_kv_bytes(self._options, int(frame.fields["peak_bytes"]), page_bytes)
             answer = {"pages": kv_bytes // page_bytes, "reason": ""}
@@ -198,7 +194,7 @@ def run(channel: Channel, number: int, options: EngineOptions, platform: Platfor
 def _loaded(channel: Channel, number: int, options: EngineOptions, platform: Platform) -> Rank | StageProcess:
     if options.pipeline_parallel > 1:
         stage = Stage(number, options.pipeline_parallel)
-        return StageProcess(channel, stage, load_stage(options, stage))
+        return StageProcess(channel, stage, load_stage(options, stage, platform))
     shard = Shard(number, options.tensor_parallel)
     return Rank(channel, shard, load_part(options, shard, platform), platform, options)
 

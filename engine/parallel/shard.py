@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.pages.share import Share
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -11,6 +13,11 @@ class Shard:
 
     rank: int
     size: int
+
+    @property
+    def share(self) -> Share:
+        """Of the KV pages."""
+        return Share(self.rank, self.size)
 
     def run(self, count: int) -> slice:
         """This rank's of `count` things in order; `size` divides it."""

@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
-from engine.pages.share import Share
 from engine.parallel.meetings import Cut, WideNorm
 from engine.parallel.shard import Shard
 from engine.weights.loader import probe_model
@@ -160,7 +159,7 @@ def _run_of_heads(linear: nn.Linear, name: str, layer: int | None, shard: Shard,
     if layer is None or name not in ("k_proj", "v_proj"):
         return shard.run(linear.out_features)
     count = probe.attention(layer).kv.kv_heads
-    heads, width = Share(shard.rank, shard.size).heads(count), linear.out_features // count
+    heads, width = shard.share.heads(count), linear.out_features // count
     return slice(heads.start * width, heads.stop * width)
 
 
@@ -213,7 +212,7 @@ def _count_groups(model: PreTrainedModel, probe: Probe, shard: Shard) -> None:
         layer = probe.layer_of.get(id(module))
         if layer is not None and hasattr(module, "num_key_value_groups"):
             heads, kv_heads = probe.attention(layer).num_heads, probe.attention(layer).kv.kv_heads
-            here = len(Share(shard.rank, shard.size).heads(kv_heads))
+            here = len(shard.share.heads(kv_heads))
             module.num_key_value_groups = heads // shard.size // here
 
 
@@ -230,7 +229,7 @@ def check_shapes(model: PreTrainedModel, whole: Probe, max_len: int, shard: Shar
         raise UnsupportedModel(f"cut for tensor_parallel {shard.size}, {error}; give tensor_parallel 1") from error
     for layer, (all_of_it, ours) in enumerate(zip(whole.attentions, part.attentions, strict=True)):
         has_share = (
-            ours.kv.kv_heads == len(Share(shard.rank, shard.size).heads(all_of_it.kv.kv_heads))
+            ours.kv.kv_heads == len(shard.share.heads(all_of_it.kv.kv_heads))
             and ours.num_heads * shard.size == all_of_it.num_heads
             and (ours.kv.k_dim, ours.kv.v_dim) == (all_of_it.kv.k_dim, all_of_it.kv.v_dim)
         )

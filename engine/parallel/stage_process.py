@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.loading.cpu import CpuPlatform
+from engine.loading.platform import Platform
 from engine.options import EngineOptions
 from engine.paged_model import PagedModel
 from engine.pages.memory import KvMemory
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.messages import hidden_frame, hidden_of, mapped_of, step_of
 from engine.parallel.stages import cut_model
-from engine.weights import loader, ropes
+from engine.weights import loader
 from engine.weights.config import served_config
 from engine.weights.stage import Part, PassLeaves, Stage
 
@@ -37,12 +37,10 @@ class LoadedStage:
     part: Part
 
 
-def load_stage(options: EngineOptions, stage: Stage) -> LoadedStage:
+def load_stage(options: EngineOptions, stage: Stage, platform: Platform) -> LoadedStage:
     """As the leader loads, but for the checks that are its own. Raises UnsupportedModel."""
-    platform, served = CpuPlatform(), served_config(options)
-    module = loader.load_model(options.model, served.config, served.dtype, platform.device)
-    ropes.adopt(module, served.rope)
-    whole = loader.probe_model(module, served.max_len)
+    served = served_config(options)
+    module, whole = loader.load_probed(options.model, served)
     part = cut_model(module, whole, stage)
     return LoadedStage(platform.prepare(module, whole, options, served), part)
 

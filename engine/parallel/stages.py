@@ -13,12 +13,10 @@ failed anywhere, all is over: every later call raises EngineBroken.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import socket
 import threading
-import weakref
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +26,13 @@ from engine.attention import hooks
 from engine.attention.base import StepMeta
 from engine.attention.probe import Probe
 from engine.options import EngineOptions
+from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory
 from engine.parallel.frames import Frame
 from engine.parallel.leader import LOAD_TIMEOUT_S
 from engine.parallel.messages import hidden_of, mapped_frame, step_frame
 from engine.parallel.processes import Processes
-from engine.parallel.team import OnLayer, RunAlone, Team
+from engine.parallel.team import OnLayer, RunAlone, Team, with_threads
 from engine.weights import stage as parts
 from engine.weights.loader import run_probe, set_attention
 from engine.weights.stage import Part, Stage
@@ -50,9 +49,7 @@ class StartedStages:
             raise ValueError(
                 f"pipeline_parallel is {size}, and on GPUs only 1 is served; give replicas, or device: cpu"
             )
-        threads = options.threads or max(1, torch.get_num_threads() // size)
-        torch.set_num_threads(threads)
-        return cls(dataclasses.replace(options, threads=threads), device)
+        return cls(with_threads(options), device)
 
     def __init__(self, options: EngineOptions, device: torch.device) -> None:
         self.options = options
@@ -150,13 +147,17 @@ class News:
 
 class Stages(Team):
     def __init__(self, processes: Processes, part: Part, size: int, news: News) -> None:
+        super().__init__(processes)
         self.num_stages = size
-        self._processes = processes
         self._part = part
         self._news = news
-        self._finalizer = weakref.finalize(self, processes.close)  # whoever forgets to close leaves no process
-        self._mapped: KvMemory | None = None  # what the stages have mapped
         self._begun = 0
+
+    def allocate(self, layout: KvLayout, device: torch.device) -> KvMemory:
+        """The leader's, which the stages map."""
+        memory = super().allocate(layout, device)
+        self._processes.send(mapped_frame(memory))
+        return memory
 
     def run(
         self,
@@ -172,9 +173,6 @@ class Stages(Team):
         """Let the stages compute a step; its layers are told of in the thread that listens to them, and in the one that
         finishes it. Raises EngineBroken."""
         self.check()
-        if self._mapped is not memory:
-            self._processes.send(mapped_frame(memory))
-            self._mapped = memory
         told = None if on_layer is None else LayersTold(on_layer)
         self._begun += 1
         if told is not None:
@@ -191,13 +189,3 @@ class Stages(Team):
                 return run_alone(begun.memory, begun.meta, rows, None)
             begun.told.up_to(self._part.layers.start - 1)
             return run_alone(begun.memory, begun.meta, rows, begun.told.up_to)
-
-    def check(self) -> None:
-        self._processes.check()
-
-    def close(self) -> None:
-        self._finalizer()
-
-    @property
-    def pids(self) -> tuple[int, ...]:
-        return self._processes.pids

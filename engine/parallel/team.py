@@ -5,6 +5,8 @@ What it says here is true of stages, which map the leader's pages and take what 
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from engine.options import EngineOptions
 from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory, LayerPages
 from engine.pages.share import WHOLE, Share
+from engine.parallel.processes import Processes
 from engine.pending import Steps
 from engine.types import ModelInfo
 
@@ -31,9 +34,13 @@ class Team(ABC):
     shares: tuple[Share, ...] = (WHOLE,)  # of the pages, by process
     mirror: Mirror = ALONE
 
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._finalizer = weakref.finalize(self, processes.close)  # whoever forgets to close leaves no process
+
     @property
-    @abstractmethod
-    def pids(self) -> tuple[int, ...]: ...
+    def pids(self) -> tuple[int, ...]:
+        return self._processes.pids
 
     @abstractmethod
     def run(
@@ -47,13 +54,13 @@ class Team(ABC):
         """The logits of a pass that all run over `memory`; `run_alone` is the leader's part of it. Raises
         EngineBroken."""
 
-    @abstractmethod
     def check(self) -> None:
         """Raise EngineBroken once a process is lost or out of step."""
+        self._processes.check()
 
-    @abstractmethod
     def close(self) -> None:
         """End the processes. A second call does nothing."""
+        self._finalizer()
 
     def allocate(self, layout: KvLayout, device: torch.device) -> KvMemory:
         """Pages for all. Raises ValueError when there is not so much memory, EngineBroken."""
@@ -89,3 +96,10 @@ class StartedTeam(Protocol):
         """Wait for every process, when the leader's part is prepared. Raises UnsupportedModel, EngineBroken."""
 
     def close(self) -> None: ...
+
+
+def with_threads(options: EngineOptions) -> EngineOptions:
+    """With this process's threads shared out among all of them, unless they have a number; this one takes its own."""
+    threads = options.threads or max(1, torch.get_num_threads() // options.num_processes)
+    torch.set_num_threads(threads)
+    return dataclasses.replace(options, threads=threads)

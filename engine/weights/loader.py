@@ -26,8 +26,8 @@ from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.state import mixers
 from engine.types import LengthRope, ModelInfo
-from engine.weights import int8
-from engine.weights.config import first_sentence
+from engine.weights import int8, ropes
+from engine.weights.config import ServedConfig, first_sentence
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 PROBE_TOKENS = 2
@@ -133,6 +133,14 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
     if len({layer.dtype for layer in probe.attentions}) > 1:
         raise UnsupportedModel(f"{name} has layers whose keys are of different dtypes; one is wanted for all pages")
     return probe
+
+
+def load_probed(model: str, served: ServedConfig) -> tuple[PreTrainedModel, Probe]:
+    """Mapped from its files on the host, and looked at: of what one of several processes keeps its part. Raises
+    UnsupportedModel."""
+    module = load_model(model, served.config, served.dtype, torch.device("cpu"))
+    ropes.adopt(module, served.rope)
+    return module, probe_model(module, served.max_len)
 
 
 def run_probe(model: PreTrainedModel) -> Probe:

@@ -19,6 +19,7 @@ from engine.engine import Engine
 from engine.errors import EngineBroken, UnsupportedModel
 from engine.execution import run_step
 from engine.fused.layers import Decoder
+from engine.loading.cpu import CpuPlatform
 from engine.options import EngineOptions
 from engine.parallel.stage_process import LoadedStage, load_stage
 from engine.parallel.stages import LayersTold, StartedStages, cut_model
@@ -140,7 +141,9 @@ def test_fused_stages_give_the_bits_of_the_fused_model(directory: str, dtype: st
     options = options_of(directory, dtype)
     chunks = [chunk_of("a", CHUNKS[2], [1, 2, 3]), chunk_of("b", CHUNKS[1], [5])]
     with torch.inference_mode():
-        whole, *stages = [load_stage(options, Stage(n, size)) for n, size in ((1, 1), (1, 3), (2, 3), (3, 3))]
+        whole, *stages = [
+            load_stage(options, Stage(n, size), CpuPlatform()) for n, size in ((1, 1), (1, 3), (2, 3), (3, 3))
+        ]
     assert torch.equal(passed_on(stages, chunks), passed_on([whole], chunks))
     for stage in stages:
         decoder: Any = stage.model.module.base_model.forward
@@ -152,7 +155,7 @@ def test_fused_stages_give_the_bits_of_the_fused_model(directory: str, dtype: st
 def test_other_kinds_of_models_in_stages_say_what_they_say_whole(name: str, tmp_path: Path) -> None:
     options = options_of(str(make_tiny_model(name, tmp_path / name)))
     with torch.inference_mode():
-        whole, *stages = [load_stage(options, Stage(n, size)) for n, size in ((1, 1), (1, 2), (2, 2))]
+        whole, *stages = [load_stage(options, Stage(n, size), CpuPlatform()) for n, size in ((1, 1), (1, 2), (2, 2))]
     chunks = [chunk_of("a", CHUNKS[2], [1, 2, 3])]
     assert torch.equal(passed_on(stages, chunks), passed_on([whole], chunks))
 
@@ -167,7 +170,7 @@ def test_a_stage_copies_its_own_weights_only(tmp_path: Path) -> None:
 
     before = private_bytes()
     with torch.inference_mode():
-        loaded = load_stage(options, Stage(3, 8))
+        loaded = load_stage(options, Stage(3, 8), CpuPlatform())
     grown, saved = private_bytes() - before, (tmp_path / "model.safetensors").stat().st_size
     assert loaded.part.layers == range(2, 3)
     assert saved > 70 << 20
