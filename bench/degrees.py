@@ -93,9 +93,8 @@ def main() -> None:
         figures = (f"{row[key]:.2f}" for key in ("gbytes_per_s", "gbytes_per_s_and_rank", "of_1_1"))
         table.add_row(row["degrees"], row["pages"], "on" if row["checksums"] else "off", *figures)
     Console().print(table)
-    print(
-        f"written to {save('degrees', about() | {'model': arguments.model, 'tokens': arguments.tokens, 'rows': rows})}"
-    )
+    result = about() | {"model": arguments.model, "tokens": arguments.tokens, "rows": rows}
+    print(f"written to {save('degrees', result)}")
 
 
 if __name__ == "__main__":

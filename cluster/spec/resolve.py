@@ -51,13 +51,18 @@ def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127
 def why_not_served(spec: ClusterSpec) -> str:
     """What of a spec this version does not serve on any machine, in one sentence; empty if it serves all of it."""
     for index, pool in enumerate(spec.pools):
-        if pool.pipeline_parallel > 1 and _device_wanted(pool) == "cuda":
+        if pool.pipeline_parallel == 1:
+            continue
+        if _device_wanted(pool) == "cuda":
             return _stages_on_gpus(index, pool)
         guesses = getattr(pool.policy, "num_speculative_tokens", 0)
-        for key, value in (("tensor_parallel", pool.tensor_parallel - 1), ("num_speculative_tokens", guesses)):
-            if pool.pipeline_parallel > 1 and value:
+        for key, value, without in (
+            ("tensor_parallel", pool.tensor_parallel, 1),
+            ("num_speculative_tokens", guesses, 0),
+        ):
+            if value != without:
                 return (
-                    f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel} with {key} {getattr(pool, key)}; "
+                    f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel} with {key} {value}; "
                     "give one of the two"
                 )
     return ""
@@ -112,8 +117,8 @@ def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[Poo
     must be. Raises SpecError."""
     num_alone = sum(pool.replicas for pool in pools if pool.tensor_parallel == 1)
     of_ranks = sum(pool.replicas * pool.tensor_parallel for pool in pools if pool.tensor_parallel > 1)
-    left = num_alone if machine is None else max(1, machine.gpus - of_ranks)
-    each = 1.0 / max(1, -(-num_alone // max(1, left)))
+    left = max(1, num_alone if machine is None else machine.gpus - of_ranks)
+    each = 1.0 / max(1, -(-num_alone // left))
     shares = [pool.num_gpus or (each if pool.tensor_parallel == 1 else pool.tensor_parallel) for pool in pools]
     wanted = sum(share * pool.replicas for share, pool in zip(shares, pools, strict=True))
     if machine is not None and math.ceil(wanted - 1e-6) > machine.gpus:

@@ -19,7 +19,6 @@ from engine.types import Chunk
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = 448.0  # finite value of e4m3
-NAN_BYTE = 0x7F
 ROOM = 4.0  # times the largest value seen: e4m3 is a floating format and keeps its precision below
 PROMPT_TOKENS = (48, 33)
 SEED = 8

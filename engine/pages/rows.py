@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.pages.layout import KvLayout
-from engine.pages.share import WHOLE, Plane, PlaneRun, Share, planes
+from engine.pages.share import Plane, PlaneRun, Share, planes
 
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[Any]  # [num_pages, words of a page]
@@ -43,11 +43,6 @@ class PageRows:
                 for which, plane in enumerate(planes(layout, layer))
             )
             self._planes.append((k, v))
-
-    @classmethod
-    def of_one(cls, layout: KvLayout, data: Bytes) -> PageRows:
-        """All in one place."""
-        return cls(layout, [(WHOLE, data)])
 
     def parts(self, layers: range) -> Iterator[_Plane]:
         """K then V of each layer: the order of the wire and of the checksum."""

@@ -11,6 +11,7 @@ import pytest
 
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.rows import CHUNK_BYTES, PageRows
+from engine.pages.share import WHOLE
 from kv_transfer.transports.tcp import MOST_VIEWS, _send_all
 
 NARROW, WIDE = LayerKv(1, 4, 4), LayerKv(16, 80, 64)  # pages are gathered, and sent from where they stand
@@ -42,7 +43,7 @@ def test_a_socket_that_takes_little_gets_all_of_many_views() -> None:
 def test_batches_hold_the_bytes_of_blocks_in_pieces_for_one_call(is_scattered: bool) -> None:
     layout = KvLayout(16, "bfloat16", (NARROW, WIDE, WIDE, NARROW, WIDE), 60)
     data = np.random.default_rng(1).integers(0, 256, layout.total_bytes, dtype=np.uint8)
-    rows, pages = PageRows.of_one(layout, data), list(range(3, 57))
+    rows, pages = PageRows(layout, [(WHOLE, data)]), list(range(3, 57))
     if is_scattered:
         random.Random(2).shuffle(pages)
     wanted = b"".join(block.tobytes() for block in rows.blocks(range(5), pages))
