@@ -5,16 +5,18 @@ PipelineSteps does so where other processes have some of the layers: `begin` has
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from engine.attention.base import StepMeta
 from engine.paged_model import KvPages, PagedModel
-from engine.parallel.stages import BegunPass, Stages
+from engine.parallel.team import Team
 from engine.pending import DoneStep, PendingStep, WantedRows
 from engine.sampling.host import sampled_tokens
-from engine.types import PENDING, Chunk, SampledToken, Step
+from engine.types import PENDING, Chunk, OnLayer, SampledToken, Step
 
 
 class HostSteps:
@@ -42,19 +44,19 @@ class HostSteps:
         return replace(chunk, token_ids=[last if token == PENDING else token for token in chunk.token_ids])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _PassingStep:
     """The stages before this process compute it."""
 
-    model: PagedModel
-    stages: Stages
-    begun: BegunPass
+    steps: PipelineSteps
+    meta: StepMeta
+    told: OnLayer | None
     wanted: WantedRows
+    logits: torch.Tensor | None = None  # until this stage has computed it, too
 
     def result(self) -> list[SampledToken]:
         with torch.inference_mode():
-            rows = torch.tensor(self.wanted.rows, dtype=torch.long)
-            logits = self.stages.finish(self.begun, rows, self.model.run_alone)
+            logits = self.steps.computed(self)
             return sampled_tokens(logits, self.wanted.request_ids, self.wanted.specs) if self.wanted.specs else []
 
 
@@ -63,11 +65,24 @@ class PipelineSteps:
 
     can_overlap = True
 
-    def __init__(self, model: PagedModel, stages: Stages, pages: KvPages) -> None:
+    def __init__(self, model: PagedModel, team: Team, pages: KvPages) -> None:
         self._model = model
-        self._stages = stages
+        self._team = team
         self._pages = pages
+        self._begun: deque[_PassingStep] = deque()
 
     def begin(self, step: Step) -> PendingStep:
-        begun = self._stages.begin(self._pages.memory, self._model.packed(step.chunks), step.on_layer)
-        return _PassingStep(self._model, self._stages, begun, WantedRows.of(step.chunks))
+        wanted, meta = WantedRows.of(step.chunks), self._model.packed(step.chunks)
+        told = self._team.begin(self._pages.memory, meta, torch.tensor(wanted.rows, dtype=torch.long), step.on_layer)
+        self._begun.append(_PassingStep(self, meta, told, wanted))
+        return self._begun[-1]
+
+    def computed(self, step: _PassingStep) -> torch.Tensor:
+        """In the order in which they began, whichever is asked for first: so the other ranks of this stage have them.
+        Raises EngineBroken."""
+        while step.logits is None:
+            first = self._begun.popleft()
+            rows = torch.tensor(first.wanted.rows, dtype=torch.long)
+            with self._team.in_step():
+                first.logits = self._model.run(self._pages, first.meta, rows, first.told)
+        return step.logits

@@ -71,16 +71,16 @@ class EngineOptions:
     max_graph_batch: int = 128  # requests of the largest graph; larger decode steps run without one
     tensor_parallel: int = knob(
         1,
-        "of one host that share each layer of a worker, on GPUs one each; heads and MLP columns must divide; pools may "
-        "differ: see *Tensor parallelism*",
+        "of one host that share each layer of a worker, or of each of its stages, on GPUs one each; heads and MLP "
+        "columns must divide; pools may differ: see *Tensor parallelism*",
         unit="processes",
         scope="pool",
         ge=1,
     )
     pipeline_parallel: int = knob(
         1,
-        "of one host that have a run of a worker's layers each, and compute as many batches at once; pools may differ; "
-        "on CPUs only: see *Pipeline parallelism*",
+        "of one host that have a run of a worker's layers each, and compute as many batches at once; pools may differ: "
+        "see *Pipeline parallelism*",
         unit="stages",
         scope="pool",
         ge=1,
@@ -94,7 +94,7 @@ class EngineOptions:
     )
     speculative_model: str = ""  # guesses tokens ahead of the other: a directory or hub name; empty: none
     collectives: Literal["auto", "shared", "process_group"] = "auto"  # of ranks; auto: shared memory on CPUs, else NCCL
-    rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin its processes to, by rank or stage; empty: not pinned
+    rank_cpus: tuple[tuple[int, ...], ...] = ()  # cores to pin its processes to, the leader first; empty: not pinned
 
     def validate(self) -> None:
         """Raise ValueError for the first option that is out of range."""
@@ -123,7 +123,7 @@ class EngineOptions:
     def _validate_stages(self) -> None:
         if self.pipeline_parallel == 1:
             return
-        served = {"tensor_parallel": (1,), "speculative_model": ("",), "kv_dtype": ("auto", "int8")}  # int8: no scales
+        served = {"speculative_model": ("",), "kv_dtype": ("auto", "int8")}  # int8: no scales
         for key, values in served.items():
             if (value := getattr(self, key)) not in values:
                 raise ValueError(
@@ -134,6 +134,17 @@ class EngineOptions:
     def num_processes(self) -> int:
         """That an engine is, its leader counted."""
         return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def degrees(self) -> str:
+        """For people."""
+        return degrees_in_words(self.tensor_parallel, self.pipeline_parallel)
+
+
+def degrees_in_words(tensor_parallel: int, pipeline_parallel: int) -> str:
+    """Those above 1."""
+    degrees = {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
+    return " and ".join(f"{key} {degree}" for key, degree in degrees.items() if degree > 1)
 
 
 def check_device_name(name: str) -> None:

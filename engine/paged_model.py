@@ -1,13 +1,15 @@
 """PagedModel runs packed rows through a model whose attention goes through pages: chunks -> logits.
 
-It owns no pages: each pass is told over which it runs. Where there are other ranks or stages, all run each pass.
+It owns no pages: each pass is told over which it runs. Where there are other processes, all run each pass, and this one
+has its part of the model only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -18,13 +20,14 @@ from engine.attention.probe import Probe
 from engine.gpu.steps import ALONE, Mirror
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
-from engine.pages.memory import KvMemory, LayerPages
-from engine.parallel.leader import Ranks
+from engine.pages.memory import KvMemory
+from engine.parallel.passing import Passing
 from engine.parallel.team import Team
 from engine.state.states import States
 from engine.types import Chunk, OnLayer
 from engine.upload_guard import queued
 from engine.weights.loader import run_packed
+from engine.weights.stage import PassLeaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ class PagedModel:
     page_size: int
     row_multiple: int = 1  # to which a step's rows are padded
     place: Callable[[StepMeta], StepMeta] = in_place  # brings what kernels read of a step to the device
-    ranks: Team | None = None
+    ranks: Team | None = None  # the other processes, at their leader
+    passing: Passing | None = None  # where there are others
     mirror: Mirror = ALONE  # of steps on a GPU
     journal: Journal = field(default_factory=Journal)
 
@@ -77,43 +81,35 @@ class PagedModel:
         """Logits [rows, vocab] of the packed chunks; of every row when `rows` is None."""
         meta = build_meta(chunks, self.page_size, self.row_multiple)
         wanted = None if rows is None else torch.tensor(rows, dtype=torch.long)
-        if self.ranks is None:
-            return self.run(pages, self.place(meta), _on(self.device, wanted), on_layer)
-        return self.ranks.run(pages.memory, meta, wanted, on_layer, self._run_placed)
+        told = on_layer if self.ranks is None else self.ranks.begin(pages.memory, meta, wanted, on_layer)
+        with nullcontext() if self.ranks is None else self.ranks.in_step():
+            return self.run(pages, self.place(meta), _on(self.device, wanted), told)
 
     def packed(self, chunks: Sequence[Chunk]) -> StepMeta:
         return self.place(build_meta(chunks, self.page_size, self.row_multiple))
 
-    def _run_placed(
-        self, memory: LayerPages, meta: StepMeta, rows: torch.Tensor | None, on_layer: OnLayer | None
-    ) -> torch.Tensor:
-        return self.run_alone(memory, self.place(meta), _on(self.device, rows), on_layer)
-
     def run(
         self, pages: KvPages, meta: StepMeta, rows: torch.Tensor | None, on_layer: OnLayer | None = None
     ) -> torch.Tensor:
-        """The same, of a step that is packed and placed, and that other ranks have been told of."""
-        if self.ranks is None:
-            return self.run_alone(pages.memory, meta, rows, on_layer, pages.scales)
-        assert isinstance(self.ranks, Ranks), "stages have steps of their own"
-        self.ranks.hear(pages.memory, on_layer)
-        return self.run_alone(pages.memory, meta, rows)
+        """What this process does of a pass that is packed and placed, and that the others have been told of: logits, or
+        hidden states [T, N], which the next stage has been given."""
+        if self.passing is None:
+            return self._run_alone(pages, meta, rows, on_layer)
+        return self.passing.run(partial(self._run_alone, pages, meta, rows), meta.num_rows, on_layer)
 
-    def run_alone(
-        self,
-        memory: LayerPages,
-        meta: StepMeta,
-        rows: torch.Tensor | None,
-        on_layer: OnLayer | None = None,
-        scales: Sequence[KvScale] | None = None,
+    def _run_alone(
+        self, pages: KvPages, meta: StepMeta, rows: torch.Tensor | None, on_layer: OnLayer | None
     ) -> torch.Tensor:
-        """What this process does of the pass."""
+        memory, scales = pages.memory, pages.scales
         if self.probe.has_states:
             self.journal.states = States(memory, meta)
         for _, mass in meta.masses:
             mass.begin()
         state = ForwardPass(meta, memory, self.backend, self.probe, on_layer, scales, states=self.journal.states)
-        return run_packed(self.module, meta.token_ids, meta.positions, rows, state)
+        try:
+            return run_packed(self.module, meta.token_ids, meta.positions, rows, state)
+        except PassLeaves as leaves:
+            return leaves.hidden[0]
 
     def layout(self, dtype: torch.dtype, num_pages: int) -> KvLayout:
         """Of so many pages of all layers."""
@@ -124,7 +120,7 @@ class PagedModel:
         return self.device.type == "cuda"
 
     def page_bytes(self, layout: KvLayout) -> int:
-        """Of a page with what all ranks keep of it: a KV head that several have counts as often."""
+        """Of a page with what all processes keep of it: a KV head that several have counts as often."""
         if self.ranks is None:
             return layout.page_bytes()
         return sum(share.of(layout).page_bytes() for share in self.ranks.shares)
@@ -143,7 +139,7 @@ class PagedModel:
                 self.ranks.free()
 
     def allocate(self, layout: KvLayout) -> KvMemory:
-        """Pages to run over. Where there are other ranks these have one memory at a time."""
+        """Pages to run over. Where there are other processes, these have one memory at a time."""
         if self.ranks is not None:
             return self.ranks.allocate(layout, self.device)
         return KvMemory(layout, str(self.device))

@@ -109,8 +109,9 @@ class PoolSpec(Spec):
     )
     num_gpus: float = setting(
         0.0,
-        "that Ray sets aside for each worker: one for each of its `tensor_parallel` processes, or less than one: 0.5, "
-        "and two workers share one; 0 with device cuda: the GPUs shared out, with `--address` one each",
+        "that Ray sets aside for each worker: one for each of its processes (`tensor_parallel` times "
+        "`pipeline_parallel`), or less than one: 0.5, and two workers share one; 0 with device cuda: the GPUs shared "
+        "out, with `--address` one each",
         unit="GPUs",
         fixed="Ray has set them aside",
         ge=0,
@@ -244,11 +245,12 @@ def check_pool(index: int, pool: PoolSpec) -> None:
             f"pools[{index}].speculative_model is {draft!r} with num_speculative_tokens 0; "
             "give how many tokens it guesses, or take it out"
         )
-    if pool.kv_dtype != "auto" and pool.tensor_parallel > 1:
-        raise ValueError(
-            f"pools[{index}].kv_dtype is {pool.kv_dtype!r} with tensor_parallel {pool.tensor_parallel}; "
-            "give one of the two"
-        )
+    for key, degree, is_served in (
+        ("tensor_parallel", pool.tensor_parallel, pool.kv_dtype == "auto"),
+        ("pipeline_parallel", pool.pipeline_parallel, pool.kv_dtype != "fp8_e4m3"),
+    ):
+        if degree > 1 and not is_served:
+            raise ValueError(f"pools[{index}].kv_dtype is {pool.kv_dtype!r} with {key} {degree}; give one of the two")
     if pool.num_gpus > pool.processes:
         raise ValueError(f"pools[{index}].num_gpus is {pool.num_gpus:g}; give {pool.processes} or less")
     if not isinstance(pool.cpus, tuple):

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.spec.errors import SpecError
 from cluster.spec.model import ClusterSpec
 from cluster.spec.pool import PoolSpec, check_devices
-from engine.options import EngineOptions
+from engine.options import EngineOptions, degrees_in_words
 from kv_transfer.options import TransferOptions
 from worker.options import WorkerOptions, given_knobs
 
@@ -51,20 +51,18 @@ def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127
 def why_not_served(spec: ClusterSpec) -> str:
     """What of a spec this version does not serve on any machine, in one sentence; empty if it serves all of it."""
     for index, pool in enumerate(spec.pools):
-        if pool.pipeline_parallel == 1:
-            continue
-        if _device_wanted(pool) == "cuda":
-            return _stages_on_gpus(index, pool)
         guesses = getattr(pool.policy, "num_speculative_tokens", 0)
-        for key, value, without in (
-            ("tensor_parallel", pool.tensor_parallel, 1),
-            ("num_speculative_tokens", guesses, 0),
-        ):
-            if value != without:
-                return (
-                    f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel} with {key} {value}; "
-                    "give one of the two"
-                )
+        if pool.pipeline_parallel > 1 and guesses:
+            return (
+                f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel} with num_speculative_tokens {guesses}; "
+                "give one of the two"
+            )
+        if 1 < pool.processes != pool.num_gpus > 0:
+            degrees = degrees_in_words(pool.tensor_parallel, pool.pipeline_parallel)
+            return (
+                f"pools[{index}].num_gpus is {pool.num_gpus:g} with {degrees}, whose processes each want a GPU of "
+                f"their own; give {pool.processes}, or leave it out"
+            )
     return ""
 
 
@@ -76,13 +74,6 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
     for index, (pool, device) in enumerate(zip(spec.pools, devices, strict=True)):
         if device == "cuda" and machine is not None and machine.why_no_cuda:
             raise SpecError(f"pools[{index}] ({pool.label}) is to run on a GPU, but {machine.why_no_cuda}")
-        if device == "cuda" and 1 < pool.tensor_parallel != pool.num_gpus > 0:
-            raise SpecError(
-                f"pools[{index}].num_gpus is {pool.num_gpus:g} with tensor_parallel {pool.tensor_parallel}, whose "
-                f"processes each want a GPU of their own; give {pool.tensor_parallel}, or leave it out"
-            )
-        if device == "cuda" and pool.pipeline_parallel > 1:
-            raise SpecError(_stages_on_gpus(index, pool))
     try:
         check_devices(spec.pools, devices, spec.transfer.options(TransferOptions).transports)
     except ValueError as error:
@@ -90,13 +81,6 @@ def _resolve_devices(spec: ClusterSpec, machine: Machine | None) -> tuple[PoolSp
     if "cuda" not in devices:
         return tuple(pool.model_copy(update={"device": "cpu"}) for pool in spec.pools)
     return _share_gpus(spec.pools, machine)
-
-
-def _stages_on_gpus(index: int, pool: PoolSpec) -> str:
-    return (
-        f"pools[{index}].pipeline_parallel is {pool.pipeline_parallel}, and on GPUs this version serves 1 only; "
-        "give tensor_parallel or replicas instead, or device: cpu"
-    )
 
 
 def _device_wanted(pool: PoolSpec) -> str:
@@ -113,13 +97,13 @@ def _device_of(machine: Machine | None) -> str:
 
 
 def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[PoolSpec, ...]:
-    """A GPU for each worker, or for each of its ranks; where there are fewer, as many workers of one process on each as
-    must be. Raises SpecError."""
-    num_alone = sum(pool.replicas for pool in pools if pool.tensor_parallel == 1)
-    of_ranks = sum(pool.replicas * pool.tensor_parallel for pool in pools if pool.tensor_parallel > 1)
-    left = max(1, num_alone if machine is None else machine.gpus - of_ranks)
+    """A GPU for each worker, or for each of its processes; where there are fewer, as many workers of one process on
+    each as must be. Raises SpecError."""
+    num_alone = sum(pool.replicas for pool in pools if pool.processes == 1)
+    of_many = sum(pool.replicas * pool.processes for pool in pools if pool.processes > 1)
+    left = max(1, num_alone if machine is None else machine.gpus - of_many)
     each = 1.0 / max(1, -(-num_alone // left))
-    shares = [pool.num_gpus or (each if pool.tensor_parallel == 1 else pool.tensor_parallel) for pool in pools]
+    shares = [pool.num_gpus or (each if pool.processes == 1 else pool.processes) for pool in pools]
     wanted = sum(share * pool.replicas for share, pool in zip(shares, pools, strict=True))
     if machine is not None and math.ceil(wanted - 1e-6) > machine.gpus:
         raise SpecError(
@@ -131,7 +115,7 @@ def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[Poo
             update={
                 "device": "cuda",
                 "num_gpus": share,
-                "gpu_memory_utilization": round(AUTO_GPU_SHARE * share / pool.tensor_parallel, 4)
+                "gpu_memory_utilization": round(AUTO_GPU_SHARE * share / pool.processes, 4)
                 if pool.gpu_memory_utilization == "auto"
                 else pool.gpu_memory_utilization,
             }

@@ -18,7 +18,6 @@ from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
 from engine.pages.fp8 import KvScale
-from engine.parallel.stages import Stages
 from engine.types import ModelInfo
 from engine.weights import linear, panels
 from engine.weights.config import ServedConfig
@@ -55,7 +54,7 @@ class CpuPlatform:
     def steps(
         self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo
     ) -> HostSteps | PipelineSteps:
-        if isinstance(model.ranks, Stages):
+        if model.ranks is not None and model.ranks.num_stages > 1:
             return PipelineSteps(model, model.ranks, pages)
         return HostSteps(model, pages)
 

@@ -29,9 +29,7 @@ from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
 from engine.pages.fp8 import KvScale
 from engine.pages.layout import KvLayout
-from engine.parallel.leader import Ranks, StartedRanks
-from engine.parallel.stages import StartedStages
-from engine.parallel.team import StartedTeam
+from engine.parallel.leader import StartedTeam
 from engine.pending import Steps
 from engine.process import end_team
 from engine.types import ModelInfo
@@ -115,17 +113,16 @@ def platform_on(device: torch.device) -> Platform:
 def _load(options: EngineOptions, platform: Platform, progress: Progress, page_bytes_beside: int = 0) -> LoadedModel:
     if options.num_processes == 1:
         return _load_beside(None, options, platform, progress, page_bytes_beside)
-    kind = StartedRanks if options.pipeline_parallel == 1 else StartedStages
-    ranks: StartedTeam = kind.of(options, platform.device)
+    team = StartedTeam.of(options, platform.device)
     try:
-        return _load_beside(ranks, ranks.options, platform, progress, page_bytes_beside)
+        return _load_beside(team, team.options, platform, progress, page_bytes_beside)
     except BaseException:
-        ranks.close()
+        team.close()
         raise
 
 
 def _load_beside(
-    ranks: StartedTeam | None,
+    team: StartedTeam | None,
     options: EngineOptions,
     platform: Platform,
     progress: Progress,
@@ -133,7 +130,7 @@ def _load_beside(
 ) -> LoadedModel:
     progress("weights", 0.0)
     served = served_config(options)
-    loads_on = platform.device if ranks is None else torch.device("cpu")  # where it is mapped, and cut
+    loads_on = platform.device if team is None else torch.device("cpu")  # where it is mapped, and cut
     module = loader.load_model(options.model, served.config, served.dtype, loads_on)
     ropes.adopt(module, served.rope)
     progress("weights", 1.0)
@@ -151,12 +148,12 @@ def _load_beside(
     info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers), served.rope)
 
     progress("kernels", 0.0)
-    cuts, part = ranks.cut(module, probe, served.max_len) if ranks is not None else (None, probe)
-    model = platform.prepare(module, part, options, served)
+    cut = team.cut(module, probe) if team is not None else None
+    model = platform.prepare(module, probe if cut is None else cut.probe, options, served)
     hook_linears(module)
-    if ranks is not None:
-        joined = ranks.join(cuts)
-        model = replace(model, probe=probe, ranks=joined, mirror=joined.mirror)
+    if team is not None and cut is not None:
+        joined = team.join(cut, len(probe.layers))
+        model = replace(model, probe=probe, ranks=joined, passing=joined.passing, mirror=joined.mirror)
     progress("kernels", 1.0)
 
     if reference is not None:
@@ -285,10 +282,9 @@ def _allocate(
 def _default_kv_bytes(
     model: PagedModel, one_page: KvLayout, options: EngineOptions, platform: Platform, peak_bytes: int, page_bytes: int
 ) -> int:
-    """Of all ranks together: on GPUs each has its own memory, and the page numbers are the same everywhere."""
+    """Of all processes together: on GPUs each has its own memory, and the page numbers are the same everywhere."""
     if model.ranks is None or not model.is_on_gpu:
         return platform.default_kv_bytes(options, peak_bytes, page_bytes)
-    assert isinstance(model.ranks, Ranks), "stages have the leader's memory"
     own = page_bytes - model.page_bytes(one_page) + model.ranks.shares[0].of(one_page).page_bytes()
     here = platform.default_kv_bytes(options, peak_bytes, own) // own
     return min(here, model.ranks.least_pages(one_page, peak_bytes)) * page_bytes

@@ -1,5 +1,5 @@
-"""What a leader and its ranks or stages tell each other, as frames: a step's arrays, and of the pages that it runs over
-which share each has, and where; and the hidden states that stages hand on.
+"""What the processes of a worker tell each other, as frames: a step's arrays, and of the pages that it runs over which
+share each has, and where; and the hidden states that stages hand on.
 
 The leader has packed the step; the others take its arrays as they are: all have the same rows, padding included.
 """
@@ -21,11 +21,11 @@ from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import TORCH_DTYPE, KvMemory, ShareBytes
 from engine.pages.share import Share
 from engine.parallel.frames import Frame
-from engine.types import ModelInfo
+from engine.types import LengthRope, ModelInfo
 
 
-def step_frame(meta: StepMeta, rows: torch.Tensor | None, **fields: int | bool) -> Frame:
-    """`rows`: whose logits are wanted; None: of all. `fields`: what else there is to know."""
+def step_frame(meta: StepMeta, rows: torch.Tensor | None, number: int, *, tells_layers: bool) -> Frame:
+    """`rows`: whose logits are wanted; None: of all. `tells_layers`: whether stages are to tell of theirs."""
     arrays = {
         "token_ids": meta.token_ids.numpy(),
         "positions": meta.positions.numpy(),
@@ -38,7 +38,7 @@ def step_frame(meta: StepMeta, rows: torch.Tensor | None, **fields: int | bool) 
         arrays["rows"] = rows.numpy()
     if meta.rope_lengths is not None:
         arrays["rope_lengths"] = meta.rope_lengths.numpy()
-    return Frame("step", {"page_size": meta.page_size, **fields}, arrays)
+    return Frame("step", {"step": number, "page_size": meta.page_size, "tells_layers": tells_layers}, arrays)
 
 
 def step_of(frame: Frame) -> tuple[StepMeta, torch.Tensor | None]:
@@ -78,11 +78,13 @@ def _layout_fields(layout: KvLayout) -> dict[str, Any]:
 
 def steps_frame(info: ModelInfo) -> Frame:
     """Asks a rank to make ready for steps."""
-    return Frame("steps", asdict(info) | {"rope": None})
+    return Frame("steps", asdict(info))
 
 
 def info_of(frame: Frame) -> ModelInfo:
-    return ModelInfo(**{**frame.fields, "eos_token_ids": tuple(frame.fields["eos_token_ids"])})
+    rope = frame.fields["rope"]
+    told = {"eos_token_ids": tuple(frame.fields["eos_token_ids"]), "rope": None if rope is None else LengthRope(**rope)}
+    return ModelInfo(**{**frame.fields, **told})
 
 
 def layout_of(frame: Frame) -> KvLayout:
@@ -127,24 +129,15 @@ def copies_of(frame: Frame) -> list[tuple[int, int]]:
     return [(source, target) for source, target in frame.arrays["pages"].tolist()]
 
 
-def mapped_frame(memory: KvMemory) -> Frame:
-    """The leader's pages, for stages to map."""
-    assert memory.fd is not None, "pages on a GPU have no file"
-    return Frame("map", _layout_fields(memory.layout), files=(memory.fd,))
+def hidden_frame(number: int, hidden_TN: torch.Tensor) -> Frame:
+    """Hidden states of a pass, as bytes."""
+    fields = {"step": number, "shape": list(hidden_TN.shape), "dtype": str(hidden_TN.dtype).removeprefix("torch.")}
+    return Frame("hidden", fields, {"hidden": hidden_TN.contiguous().view(torch.uint8).numpy()})
 
 
-def mapped_of(frame: Frame) -> KvMemory:
-    """The same here; closing it closes the file, and what is shown stays mapped."""
-    [fd] = frame.files
-    return KvMemory(layout_of(frame), fd=fd)
-
-
-def hidden_frame(step: int, hidden: torch.Tensor) -> Frame:
-    """Hidden states [1, T, N] of a step, as bytes."""
-    fields = {"step": step, "shape": list(hidden.shape), "dtype": str(hidden.dtype).removeprefix("torch.")}
-    return Frame("hidden", fields, {"hidden": hidden.contiguous().view(torch.uint8).numpy()})
-
-
-def hidden_of(frame: Frame) -> torch.Tensor:
+def hidden_of(frame: Frame, number: int) -> torch.Tensor:
+    """Of this pass, [T, N]."""
+    if frame.fields["step"] != number:
+        raise RuntimeError(f"step {number} is to be computed, and the rows of step {frame.fields['step']} came")
     dtype = TORCH_DTYPE[str(frame.fields["dtype"])]
     return torch.from_numpy(frame.arrays["hidden"]).view(dtype).view(*map(int, frame.fields["shape"]))

@@ -1,10 +1,11 @@
-"""Steps that all ranks run alike on GPUs: each rank has GpuSteps of its own, with graphs of the same sizes.
+"""Steps that all processes run alike on GPUs: each has GpuSteps of its own, with graphs of the same sizes.
 
-    leader        step -> frame to every rank -> GpuSteps (graph or layers) -> draws -> the drawn ids to all
-    other ranks   frame -> step -> GpuSteps, the same way -> takes the drawn ids, in place of drawing
+    leader   step -> frame to every process -> GpuSteps (graph or layers) -> draws -> the drawn ids to all ranks
+    others   frame -> step -> GpuSteps, the same way -> take the drawn ids, in place of drawing
 
-So a rank fills in a PENDING token by the code by which the leader does. Of what a request asks for, ranks are told
-which rows are drawn from, and no more.
+So a rank fills in a PENDING token by the code by which the leader does. Where there are stages no step has such a token
+(Engine.num_stages), and nobody else has to know what was drawn: the next step brings it. Of what a request asks for,
+the others are told which rows are drawn from, and no more.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from engine.parallel.frames import Frame
 from engine.parallel.meetings import nobody
 from engine.sampling.device import Drawn, draw
 from engine.sampling.plan import SamplingPlan
-from engine.types import Chunk, SampleSpec, SamplingParams, Step
+from engine.types import PENDING, Chunk, SampleSpec, SamplingParams, Step
 
 ANY = SampleSpec(params=SamplingParams(temperature=0.0), position=0)
 
@@ -96,26 +97,31 @@ class Broadcast(Protocol):
 
 
 class LeaderMirror:
-    def __init__(self, tell: Callable[[Frame], AbstractContextManager[None]], group: Broadcast) -> None:
-        """`tell` sends a frame to every rank; what they then run together stands inside."""
+    def __init__(self, tell: Callable[[Frame], AbstractContextManager[None]], group: Broadcast | None) -> None:
+        """`tell` sends a frame to every process; what they then run together stands inside. `group`: of the ranks that
+        want the drawn ids; None: there are stages."""
         self._tell = tell
         self._group = group
 
     def told(self, step: Step) -> AbstractContextManager[None]:
+        is_known = all(PENDING not in chunk.token_ids for chunk in step.chunks)
+        assert is_known or self._group is not None, "the first stage does not know what the last one draws"
         return self._tell(chunks_frame(step))
 
     def draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
         drawn = draw(logits, plan, placed)
-        self._group.broadcast(drawn.ids)
+        if self._group is not None:
+            self._group.broadcast(drawn.ids)
         return drawn
 
 
 class RankMirror(Alone):
-    def __init__(self, group: Broadcast) -> None:
+    def __init__(self, group: Broadcast | None) -> None:
         self._group = group
 
     def draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
-        """What the leader has drawn."""
+        """What the leader has drawn; where there are stages, whatever: nobody reads it."""
         ids = torch.empty(len(plan.request_ids), dtype=torch.int64, device=logits.device)
-        self._group.broadcast(ids)
+        if self._group is not None:
+            self._group.broadcast(ids)
         return Drawn(ids, torch.ones_like(ids, dtype=torch.bool))

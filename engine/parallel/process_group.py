@@ -1,14 +1,15 @@
-"""Collectives of a worker's ranks by a torch ProcessGroup: NCCL on GPUs, in the current stream, so that a CUDA graph
-holds them; gloo on CPUs, where it proves the way of GPUs.
+"""Collectives of a stage's ranks, and the way from each to the next stage, by torch ProcessGroups: NCCL on GPUs, in the
+current stream, so that a CUDA graph holds them; gloo on CPUs, where it proves the way of GPUs.
 
-The group is outside any default one. The ranks meet at a file in a folder that only this user may enter, so no store
-has a port. NCCL ends nothing by itself (its watchdog only watches): who hears that a rank is lost calls `abort`, and
-what waits on the GPU ends.
+The groups are outside any default one. Those of one meet at a file in a folder that only this user may enter, so no
+store has a port. NCCL ends nothing by itself (its watchdog only watches): who hears that a process is lost calls
+`abort`, and what waits on the GPU ends.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed
 
 from engine.options import EngineOptions
-from engine.parallel.shard import Shard
+from engine.parallel.shard import Position, Shard
 
 dist: Any = torch.distributed  # its names are not all in its type stubs
 WATCHDOG_S = 86_400.0  # NCCL's own timeout, out of the way
@@ -25,15 +26,15 @@ NCCL_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONI
 
 
 def check_gpus(options: EngineOptions, device: torch.device) -> None:
-    """Raise ValueError unless each rank has a GPU of its own, from the first on."""
-    size, count = options.tensor_parallel, torch.cuda.device_count()
+    """Raise ValueError unless each process has a GPU of its own, from the first on."""
+    size, count = options.num_processes, torch.cuda.device_count()
     if device.index:
         raise ValueError(
-            f"device is {options.device!r} with tensor_parallel {size}, whose GPUs are the first ones; "
+            f"device is {options.device!r} with {options.degrees}, whose GPUs are the first ones; "
             "give device: cuda, and CUDA_VISIBLE_DEVICES to choose them"
         )
     if count < size:
-        raise ValueError(f"tensor_parallel is {size}, and {count} GPUs are visible; give at most {count}")
+        raise ValueError(f"{options.degrees} is {size} processes, and {count} GPUs are visible; give at most {count}")
 
 
 def gloo_group(store: Any, rank: int, size: int, host: str, timeout_s: float) -> Any:
@@ -104,3 +105,63 @@ class GroupCollectives:
 
     def close(self) -> None:
         self.abort()
+
+
+class GroupHop:
+    """Hidden states from one process to another: the two are a group. A message is a broadcast, which NCCL launches on
+    the stream that it is called in; a send and a receive would go over one that others use."""
+
+    def __init__(self, group: Any, like: torch.Tensor) -> None:
+        """`like` [1, any, N]: hidden states, on the device."""
+        self._group = group
+        self._like = like
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank, self._options.rootTensor, self._options.asyncOp = 0, 0, False
+
+    @classmethod
+    def meet(cls, meeting: Path, rank: int, like: torch.Tensor, timeout_s: float) -> GroupHop:
+        """Rank 0 sends. Also the first message, as of collectives."""
+        hop = cls(make_group(meeting, Shard(rank, 2), like.device, timeout_s), like)
+        hop.send(torch.zeros(1, device=like.device))
+        return hop
+
+    def receive(self, num_rows: int) -> torch.Tensor:
+        hidden_TN = self._like.new_empty(num_rows, self._like.shape[-1])
+        self.send(hidden_TN)
+        return hidden_TN
+
+    def send(self, hidden_TN: torch.Tensor) -> None:
+        work = self._group.broadcast([hidden_TN.contiguous()], self._options)
+        if work is not None:
+            work.wait()
+
+    def abort(self) -> None:
+        self._group.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Those of one process."""
+
+    collectives: GroupCollectives | None
+    into: GroupHop | None
+    out: GroupHop | None
+
+    @classmethod
+    def meet(cls, folder: Path, position: Position, like: torch.Tensor, timeout_s: float) -> Groups:
+        """First the ranks of each stage, then each two that hand on, from the first stage to the last: so nobody waits
+        in a circle. `like`: hidden states, as of GroupHop."""
+        stage, shard = position.stage, position.shard
+        at = [folder / f"to-stage-{number}-{shard.rank}" for number in (stage.number, stage.number + 1)]
+        return cls(
+            GroupCollectives.meet(folder / f"stage-{stage.number}", shard, like.device, timeout_s)
+            if shard.size > 1
+            else None,
+            None if stage.is_first else GroupHop.meet(at[0], 1, like, timeout_s),
+            None if stage.is_last else GroupHop.meet(at[1], 0, like, timeout_s),
+        )
+
+    def abort(self) -> None:
+        for group in (self.collectives, self.into, self.out):
+            if group is not None:
+                group.abort()

@@ -1,8 +1,8 @@
-"""Processes are the other ranks or stages of a worker, as the operating system has them: started, heard, ended.
+"""Processes are those of a worker beside its leader, as the operating system has them: started, heard, ended.
 
     started -> begin sent -> loaded | refused -> ... -> one ends, is stopped, or says that it failed: broken, all end
 
-What they compute is none of its business (leader.py, stages.py).
+What they compute is none of its business (leader.py, team.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from engine.errors import EngineBroken, UnsupportedModel
 from engine.options import EngineOptions
 from engine.parallel.frames import BadFrame, Channel, Frame
+from engine.parallel.shard import Position
 from engine.process import THREAD_KEYS
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,10 @@ T = TypeVar("T")
 SEND_TIMEOUT_S = 30.0  # a process that lives and reads nothing
 NEWS_S = 0.5  # what failed here may be what a rank's end brought about, which is heard of a moment later
 LOOK_S = 0.5
-STOPPED_LOOKS = 4  # in a row that find a rank stopped (SIGSTOP): nothing is heard of it, and in a step all wait for it
-ANSWERS = ("share", "fit", "steps")
-END_TIMEOUT_S = 2.0  # that a rank whose socket has closed may take to end
+STOPPED_LOOKS = 4  # in a row that find one stopped (SIGSTOP): nothing is heard of it, and in a step all wait for it
+ANSWERS = ("met", "share", "fit", "steps")
+OF_PASSES = ("hidden", "layer")
+END_TIMEOUT_S = 2.0  # that one whose socket has closed may take to end
 
 
 class Processes:
@@ -45,24 +47,22 @@ class Processes:
     that started it, so no passing thread may start one.
     """
 
-    def __init__(
-        self, options: EngineOptions, device: torch.device, hear: Callable[[Frame], None] | None = None
-    ) -> None:
-        """`device`: the leader's; on GPUs each rank has its own. `hear`: is given what else they say, in that thread.
-        The leader of stages is the last of them."""
+    def __init__(self, options: EngineOptions, device: torch.device, hear: Callable[[Frame], None]) -> None:
+        """`device`: the leader's; on GPUs each has its own. `hear`: is given what they say of passes, in that
+        thread."""
         self._options = options
         self._device = device
-        self._hear_more = hear
-        self._kind, self._leads = ("rank", 0) if hear is None else ("stage", options.pipeline_parallel)
-        self.on_broken: Callable[[], None] | None = None  # ends what the ranks wait for together
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank
+        self._hear_of_pass = hear
+        self._names = [str(Position.of(number, options)) for number in range(options.num_processes)]
+        self.on_broken: Callable[[], None] | None = None  # ends what they wait for together
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by number, the leader's being 0
         self._channels: dict[int, Channel] = {}
         self._changed = threading.Condition()
         self._loaded: set[int] = set()
         self._answers: dict[int, Frame] = {}  # to what all were asked last
         self._refused = ""
         self._broken = ""
-        self._stopped: Counter[int] = Counter()  # looks in a row that found a rank so
+        self._stopped: Counter[int] = Counter()  # looks in a row that found one so
         self._is_closed = False
         self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._main, name="ranks", daemon=True)
@@ -80,9 +80,9 @@ class Processes:
             raise EngineBroken(self._broken)
 
     def broke(self, reason: str) -> EngineBroken:
-        """Note what broke, end the ranks, and return the error to raise."""
+        """Note what broke, end the processes, and return the error to raise."""
         with self._changed:
-            if not self._broken:  # a rank that died is the reason, whatever its end brought about here
+            if not self._broken:  # one that died is the reason, whatever its end brought about here
                 self._changed.wait_for(lambda: bool(self._broken), NEWS_S)
             self._broken = self._broken or reason
             self._changed.notify_all()
@@ -91,26 +91,26 @@ class Processes:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Whatever fails between the ranks' meetings leaves the others waiting there: nothing can go on."""
+        """Whatever fails between meetings leaves the others waiting there: nothing can go on."""
         try:
             yield
         except Exception as error:
-            raise self.broke(f"{self._kind} {self._leads} failed: {type(error).__name__}: {error}") from error
+            raise self.broke(f"{self._names[0]} failed: {type(error).__name__}: {error}") from error
 
     def send(self, frame: Frame) -> None:
-        """To every rank. Raises EngineBroken."""
-        for rank in self._channels:
-            self.send_to(rank, frame)
+        """To all. Raises EngineBroken."""
+        for number in self._channels:
+            self.send_to(number, frame)
 
-    def send_to(self, rank: int, frame: Frame) -> None:
+    def send_to(self, number: int, frame: Frame) -> None:
         """Raises EngineBroken."""
         try:
-            self._channels[rank].send(frame)
+            self._channels[number].send(frame)
         except OSError as error:
-            raise self.broke(f"{self._kind} {rank} takes no step: {error.strerror or error}") from error
+            raise self.broke(f"{self._names[number]} takes no step: {error.strerror or error}") from error
 
     def ask(self, frame: Frame, kind: str, timeout_s: float) -> list[Frame]:
-        """Send it to every rank, and wait for an answer of that kind from each, in their order. Raises EngineBroken."""
+        """Send it to all, and wait for an answer of that kind from each, in their order. Raises EngineBroken."""
         answers, _ = self.ask_while(frame, kind, timeout_s, lambda: None)
         return answers
 
@@ -125,13 +125,13 @@ class Processes:
                 lambda: len(self._answers) == len(self._processes) or bool(self._broken), timeout_s
             )
         self.check()
-        answers = [self._answers[rank] for rank in self._channels if rank in self._answers]
+        answers = [self._answers[number] for number in self._channels if number in self._answers]
         if not done or any(answer.kind != kind for answer in answers):
-            raise self.broke(f"the ranks have not answered {frame.kind!r} after {timeout_s:g} s")
+            raise self.broke(f"the other processes have not answered {frame.kind!r} after {timeout_s:g} s")
         return answers, result
 
     def wait_loaded(self, timeout_s: float) -> None:
-        """Raises UnsupportedModel for what a rank refuses, EngineBroken when one is lost or late."""
+        """Raises UnsupportedModel for what one refuses, EngineBroken when one is lost or late."""
         with self._changed:
             done = self._changed.wait_for(
                 lambda: len(self._loaded) == len(self._processes) or bool(self._refused or self._broken), timeout_s
@@ -139,7 +139,7 @@ class Processes:
         if self._refused:
             raise UnsupportedModel(self._refused)
         if not done:
-            raise self.broke(f"the {self._kind}s have not loaded after {timeout_s:g} s")
+            raise self.broke(f"the other processes have not loaded after {timeout_s:g} s")
         self.check()
 
     def wait_for(self, has_come: Callable[[], bool]) -> None:
@@ -168,10 +168,10 @@ class Processes:
 
     def _main(self) -> None:
         try:
-            for rank in range(1, self._options.num_processes):
-                self._start(rank)
+            for number in range(1, self._options.num_processes):
+                self._start(number)
         except Exception as error:  # nobody else would hear of it
-            self._broken = f"the {self._kind}s cannot be started: {type(error).__name__}: {error}"
+            self._broken = f"the other processes cannot be started: {type(error).__name__}: {error}"
         finally:
             self._started.set()
         self._listen()
@@ -182,26 +182,26 @@ class Processes:
             channel.close()
         self._woken.close()
 
-    def _start(self, rank: int) -> None:
+    def _start(self, number: int) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(SEND_TIMEOUT_S)
         with theirs:
-            self._processes[rank] = subprocess.Popen(
+            self._processes[number] = subprocess.Popen(
                 [sys.executable, "-P", "-m", "engine.parallel.rank", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_environment(self._options),
             )
-        self._channels[rank] = Channel(ours)
-        device = "cpu" if self._device.type == "cpu" else f"{self._device.type}:{rank}"
+        self._channels[number] = Channel(ours)
+        device = "cpu" if self._device.type == "cpu" else f"{self._device.type}:{number}"
         options = dataclasses.asdict(self._options) | {"device": device}
-        self._channels[rank].send(Frame("begin", {"rank": rank, "options": options}))
+        self._channels[number].send(Frame("begin", {"number": number, "options": options}))
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ, 0)
-            for rank, channel in self._channels.items():
-                selector.register(channel, selectors.EVENT_READ, rank)
+            for number, channel in self._channels.items():
+                selector.register(channel, selectors.EVENT_READ, number)
             while not self._broken:
                 heard = selector.select(LOOK_S)
                 for key, _ in heard:
@@ -212,30 +212,29 @@ class Processes:
 
     def _look(self) -> None:
         """Counted in looks and not in seconds: while this process is stopped itself, it looks at nobody."""
-        for rank, process in self._processes.items():
-            self._stopped[rank] = self._stopped[rank] + 1 if _is_stopped(process.pid) else 0
-            if self._stopped[rank] == STOPPED_LOOKS:
-                self._lose(f"{self._kind} {rank} (process {process.pid}) is stopped")
+        for number, process in self._processes.items():
+            self._stopped[number] = self._stopped[number] + 1 if _is_stopped(process.pid) else 0
+            if self._stopped[number] == STOPPED_LOOKS:
+                self._lose(f"{self._names[number]} (process {process.pid}) is stopped")
 
-    def _hear(self, rank: int) -> None:
+    def _hear(self, number: int) -> None:
         try:
-            frame = self._channels[rank].receive()
+            frame = self._channels[number].receive()
         except (OSError, BadFrame) as error:
             frame = Frame("failed", {"reason": f"{type(error).__name__}: {error}"})
         if frame is None:
-            self._lose(f"{self._kind} {rank} {_end_of(self._processes[rank])}")
+            self._lose(f"{self._names[number]} {_end_of(self._processes[number])}")
             return
-        is_known = frame.kind in ("loaded", "refused", *ANSWERS)
-        if frame.kind == "failed" or not (is_known or self._hear_more):
-            self._lose(f"{self._kind} {rank} failed: {frame.fields.get('reason', frame.kind)}")
+        if frame.kind not in ("loaded", "refused", *ANSWERS, *OF_PASSES):
+            self._lose(f"{self._names[number]} failed: {frame.fields.get('reason', frame.kind)}")
             return
-        if self._hear_more is not None and not is_known:
-            self._hear_more(frame)
+        if frame.kind in OF_PASSES:
+            self._hear_of_pass(frame)
         with self._changed:
             if frame.kind == "loaded":
-                self._loaded.add(rank)
+                self._loaded.add(number)
             elif frame.kind in ANSWERS:
-                self._answers[rank] = frame
+                self._answers[number] = frame
             elif frame.kind == "refused":
                 self._refused = self._refused or str(frame.fields["reason"])
             self._changed.notify_all()
@@ -266,7 +265,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _environment(options: EngineOptions) -> Mapping[str, str]:
-    """The leader's, with the threads of one rank: libraries read them when they are imported."""
+    """The leader's, with the threads of one process: libraries read them when they are imported."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     threads = {key: str(options.threads) for key in THREAD_KEYS}

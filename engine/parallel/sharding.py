@@ -25,7 +25,7 @@ from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.parallel.meetings import Cut, WideNorm
 from engine.parallel.shard import Shard
-from engine.weights.loader import probe_model
+from engine.weights.loader import probe_cut
 
 COLWISE, ROWWISE, PACKED, EXPERTS = "colwise", "rowwise", "packed_colwise", "moe_tp_experts"
 WHOLE = ("replicated_with_grad_allreduce", "embedding_rowwise", "sequence_parallel", "mla_kv_a_proj")  # not cut
@@ -221,13 +221,15 @@ def _kept(part: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(part.detach().clone(memory_format=torch.contiguous_format), requires_grad=False)
 
 
-def check_shapes(model: PreTrainedModel, whole: Probe, max_len: int, shard: Shard) -> Probe:
-    """What a probe of the cut model shows. Raises UnsupportedModel unless each layer has its share of the heads."""
+def check_shapes(model: PreTrainedModel, whole: Probe, layers: range, shard: Shard) -> Probe:
+    """What a probe of the cut model shows, which has these layers. Raises UnsupportedModel unless each has its share of
+    the heads."""
     try:
-        part = probe_model(model, max_len)
+        part = probe_cut(model, whole, layers)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"cut for tensor_parallel {shard.size}, {error}; give tensor_parallel 1") from error
-    for layer, (all_of_it, ours) in enumerate(zip(whole.attentions, part.attentions, strict=True)):
+    for layer in layers:
+        all_of_it, ours = whole.attention(layer), part.attention(layer)
         has_share = (
             ours.kv.kv_heads == len(shard.share.heads(all_of_it.kv.kv_heads))
             and ours.num_heads * shard.size == all_of_it.num_heads

@@ -28,6 +28,7 @@ from engine.state import mixers
 from engine.types import LengthRope, ModelInfo
 from engine.weights import int8, ropes
 from engine.weights.config import ServedConfig, first_sentence
+from engine.weights.stage import PassLeaves
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 PROBE_TOKENS = 2
@@ -135,6 +136,23 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
     return probe
 
 
+def probe_cut(model: PreTrainedModel, whole: Probe, layers: range) -> Probe:
+    """What a pass through these layers shows, which are all that is left of the model, and of the others what `whole`
+    does. Raises UnsupportedModel."""
+    set_attention(model, hooks.PROBE)
+    probe = Probe(num_tokens=PROBE_TOKENS, layers=whole.layers[: layers.start])
+    try:
+        _run_tokens(model, probe)
+    except PassLeaves:
+        pass
+    except Exception as error:  # as above
+        raise UnsupportedModel(
+            f"{type(model).__name__} cannot run on packed tokens: {first_sentence(error)}"
+        ) from error
+    probe.layers += whole.layers[layers.stop :]
+    return probe
+
+
 def load_probed(model: str, served: ServedConfig) -> tuple[PreTrainedModel, Probe]:
     """Mapped from its files on the host, and looked at: of what one of several processes keeps its part. Raises
     UnsupportedModel."""
@@ -146,9 +164,13 @@ def load_probed(model: str, served: ServedConfig) -> tuple[PreTrainedModel, Prob
 def run_probe(model: PreTrainedModel) -> Probe:
     """What a pass of a few tokens shows, in the attention that probes."""
     probe = Probe(num_tokens=PROBE_TOKENS)
-    positions = torch.arange(PROBE_TOKENS, device=model.device)
-    run_packed(model, torch.zeros_like(positions), positions, positions[-1:], probe)
+    _run_tokens(model, probe)
     return probe
+
+
+def _run_tokens(model: PreTrainedModel, probe: Probe) -> None:
+    positions = torch.arange(probe.num_tokens, device=model.device)
+    run_packed(model, torch.zeros_like(positions), positions, positions[-1:], probe)
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

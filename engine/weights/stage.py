@@ -24,7 +24,7 @@ from engine.errors import UnsupportedModel
 
 
 class PassLeaves(Exception):
-    """The pass goes on in the next stage, with these hidden states [1, T, N]. No error."""
+    """The pass goes on in the next stage, with these hidden states [1, T, N]. No error: whoever ran it takes them."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class PassLeaves(Exception):
 class Entry:
     """Where the hidden states of the stage before come in. One thread runs a model."""
 
-    def __init__(self) -> None:
-        self.hidden = torch.empty(0)  # of the pass that runs
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden  # [1, T, N], of the pass that runs
 
     def take(self, input_ids: torch.Tensor | None) -> torch.Tensor:
         """In place of embeddings."""
@@ -88,7 +88,7 @@ class Part:
     """What a stage has of a model."""
 
     layers: range
-    entry: Entry
+    entry: Entry  # of the first nobody asks: it has embeddings
 
 
 def cut(model: PreTrainedModel, probe: Probe, stage: Stage, run_once: Callable[[], object]) -> Part:
@@ -96,6 +96,8 @@ def cut(model: PreTrainedModel, probe: Probe, stage: Stage, run_once: Callable[[
 
     Raises UnsupportedModel.
     """
+    if stage.size == 1:
+        return Part(range(len(probe.layers)), Entry(torch.empty(1, 0, 0)))
     name = type(model).__name__
     if probe.has_states:
         raise UnsupportedModel(f"{name} keeps a state beside KV, which is not cut in stages; {_mend(stage)}")
@@ -106,8 +108,9 @@ def cut(model: PreTrainedModel, probe: Probe, stage: Stage, run_once: Callable[[
     layers = _layer_list(model, probe)
     if layers is None:
         raise UnsupportedModel(f"{name} has no list of its decoder layers that could be cut; {_mend(stage)}")
-    in_tuple = _look_at_chain(name, list(layers), run_once, stage)
-    run, entry = stage.run(len(layers)), Entry()
+    made, in_tuple = _look_at_chain(name, list(layers), run_once, stage)
+    run = stage.run(len(layers))
+    entry = Entry(made[max(run.start - 1, 0)])
     for i, layer in enumerate(layers):
         if i not in run:
             enters = entry if i == run.start - 1 else None
@@ -130,9 +133,11 @@ def _layer_list(model: nn.Module, probe: Probe) -> nn.ModuleList | None:
     return None
 
 
-def _look_at_chain(name: str, layers: Sequence[nn.Module], run_once: Callable[[], object], stage: Stage) -> bool:
-    """Whether each layer gives its hidden states in a tuple. Raises UnsupportedModel unless they go from each to the
-    next as they are, and nothing else does."""
+def _look_at_chain(
+    name: str, layers: Sequence[nn.Module], run_once: Callable[[], object], stage: Stage
+) -> tuple[list[torch.Tensor], bool]:
+    """Each layer's hidden states, and whether it gives them in a tuple. Raises UnsupportedModel unless they go from
+    each to the next as they are, and nothing else does."""
     made: list[Any] = []  # by each layer, in the order of the calls
 
     def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -155,7 +160,7 @@ def _look_at_chain(name: str, layers: Sequence[nn.Module], run_once: Callable[[]
             hook.remove()
     if len(made) != len(layers):
         raise UnsupportedModel(f"{name} ran {len(made)} of its {len(layers)} layers; {_mend(stage)}")
-    return isinstance(made[0], tuple)
+    return [_parts(output)[0] for output in made], isinstance(made[0], tuple)
 
 
 def _parts(output: Any) -> list[torch.Tensor]:

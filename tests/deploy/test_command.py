@@ -96,13 +96,12 @@ def test_a_misspelt_key_is_named(tmp_path: Path) -> None:
 
 def test_what_a_planner_may_write_and_is_not_served_is_told_before_anything_starts(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
-    pools = "[{role: prefill, device: cuda}, {role: decode, device: cuda, pipeline_parallel: 2}]"
+    pools = "[{role: prefill}, {role: decode, pipeline_parallel: 2, num_speculative_tokens: 4}]"
     spec.write_text(f"model: org/m\npools: {pools}\n")
     refused = kvrelay(tmp_path, "up", str(spec))
     assert (refused.returncode, refused.stderr) == (
         2,
-        "error: pools[1].pipeline_parallel is 2, and on GPUs this version serves 1 only; "
-        "give tensor_parallel or replicas instead, or device: cpu\n",
+        "error: pools[1].pipeline_parallel is 2 with num_speculative_tokens 4; give one of the two\n",
     )
 
 

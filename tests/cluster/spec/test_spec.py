@@ -110,6 +110,10 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
             "pools[0].kv_dtype is 'fp8_e4m3' with tensor_parallel 2; give one of the two",
         ),
         (
+            spec_data(pools=pools({"kv_dtype": "fp8_e4m3", "pipeline_parallel": 2}, {"kv_dtype": "fp8_e4m3"})),
+            "pools[0].kv_dtype is 'fp8_e4m3' with pipeline_parallel 2; give one of the two",
+        ),
+        (
             spec_data(pools=pools({"num_gpus": 4, "tensor_parallel": 2})),
             "pools[0].num_gpus is 4; give 2 or less",
         ),
@@ -375,38 +379,33 @@ def test_more_gpus_than_there_are_is_refused() -> None:
     )
 
 
-def test_a_planned_spec_of_any_degrees_loads_and_what_is_not_served_is_told_before_anything_starts() -> None:
-    planned = parse_spec(
-        spec_data(
-            pools=pools(
-                {"tensor_parallel": 2, "num_gpus": 2}, {"tensor_parallel": 4, "pipeline_parallel": 2, "num_gpus": 8}
-            )
-        )
-    )
+def test_a_planned_spec_of_any_degrees_resolves_to_a_gpu_for_each_process() -> None:
+    degrees = {"tensor_parallel": 2, "num_gpus": 2}, {"tensor_parallel": 4, "pipeline_parallel": 2, "num_gpus": 8}
+    planned = resolve(parse_spec(spec_data(pools=pools(*degrees))), with_gpus(10))
     assert [(pool.tensor_parallel, pool.pipeline_parallel) for pool in planned.pools] == [(2, 1), (4, 2)]
-    staged = (
-        "pools[1].pipeline_parallel is 2, and on GPUs this version serves 1 only; "
-        "give tensor_parallel or replicas instead, or device: cpu"
-    )
-    both = "pools[1].pipeline_parallel is 2 with tensor_parallel 2; give one of the two"
-    guessing = "pools[1].pipeline_parallel is 2 with num_speculative_tokens 4; give one of the two"
-    for spec, machine, wanted in (
-        (planned, with_gpus(8), staged),
-        (planned, None, staged),
+    assert [pool.gpu_memory_utilization for pool in planned.pools] == [0.9, 0.9]
+    shared_out = resolve(parse_spec(spec_data(pools=pools({"pipeline_parallel": 2}, {}))), with_gpus(3))
+    assert [pool.num_gpus for pool in shared_out.pools] == [2, 1]
+    engines = [plan.engine for plan in workers_of(planned)]
+    assert [(engine["tensor_parallel"], engine["pipeline_parallel"]) for engine in engines] == [(2, 1), (4, 2)]
+
+
+def test_gpus_that_are_not_as_many_as_processes_and_guesses_in_stages_are_told_before_anything_starts() -> None:
+    for decode, machine, wanted in (
         (
-            parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2}))),
+            {"tensor_parallel": 2, "pipeline_parallel": 2, "num_gpus": 2},
             with_gpus(8),
-            staged,
+            "pools[1].num_gpus is 2 with tensor_parallel 2 and pipeline_parallel 2, whose processes each want a GPU of "
+            "their own; give 4, or leave it out",
         ),
-        (parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2, "tensor_parallel": 2}))), CPUS, both),
         (
-            parse_spec(spec_data(pools=pools(decode={"pipeline_parallel": 2, "num_speculative_tokens": 4}))),
+            {"pipeline_parallel": 2, "num_speculative_tokens": 4},
             CPUS,
-            guessing,
+            "pools[1].pipeline_parallel is 2 with num_speculative_tokens 4; give one of the two",
         ),
     ):
         with pytest.raises(SpecError) as caught:
-            resolve(spec, machine)
+            resolve(parse_spec(spec_data(pools=pools(decode=decode))), machine)
         assert str(caught.value) == wanted
 
 

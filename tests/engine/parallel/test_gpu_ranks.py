@@ -6,6 +6,7 @@ in place of a GPU.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,15 +17,17 @@ from typing import Any
 import pytest
 import torch
 
+from engine.engine import Engine
 from engine.errors import EngineBroken
 from engine.kept import KeptPages
 from engine.options import EngineOptions
 from engine.parallel import leader, rank
-from engine.parallel.frames import Channel
+from engine.parallel.frames import Channel, Frame
+from engine.parallel.messages import info_of, steps_frame
 from engine.parallel.mirror import chunks_frame, step_of
 from engine.parallel.process_group import check_gpus
 from engine.parallel.processes import SEND_TIMEOUT_S, Processes
-from engine.types import PENDING, Chunk, SampleSpec, SamplingParams, Step
+from engine.types import PENDING, Chunk, LengthRope, ModelInfo, SampleSpec, SamplingParams, Step
 from tests.engine.attention import fake_flashinfer
 from tests.engine.parallel.test_tensor_parallel import GREEDY, SEEDED, load, tokens_of, wait_until_gone
 from tests.engine.rehearsal import RehearsedGpu, rehearse
@@ -70,30 +73,58 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_ranks_take_the_leader_s_steps_in_graphs_or_by_layers(
-    directory: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stages", "ranks"), [(1, 2), (2, 1), (2, 2)])
+def test_others_take_the_leader_s_steps_in_graphs_or_by_layers(
+    directory: str, stages: int, ranks: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = rehearse(directory, cuda_graphs=graphs)
     monkeypatch.setattr(leader, "Processes", RanksInThreads)
-    two = rehearse(directory, cuda_graphs=graphs, tensor_parallel=2, collectives="process_group")
-    replays = counted_replays(two) if graphs else []
+    degrees: dict[str, Any] = {"tensor_parallel": ranks, "pipeline_parallel": stages}
+    many = rehearse(directory, cuda_graphs=graphs, collectives="process_group", **degrees)
+    replays = counted_replays(many) if graphs else []
     try:
+        assert many.num_stages == stages
         wanted = greedy(one, prompts(LENGTHS), NEW_TOKENS, chunk=16)
-        assert greedy(two, prompts(LENGTHS), NEW_TOKENS, chunk=16) == wanted
+        assert greedy(many, prompts(LENGTHS), NEW_TOKENS, chunk=16) == wanted
         assert bool(replays) == graphs
-        [prompt] = prompts((21,))
-        for params in (GREEDY, SEEDED):
-            tokens = [[token.token_id for token in overlapped(each, prompt, params, 7)] for each in (one, two)]
-            assert tokens[0] == tokens[1]
+        assert tokens_of(many, SEEDED, chunk=16, lengths=LENGTHS) == tokens_of(one, SEEDED, chunk=64, lengths=LENGTHS)
+        if stages == 1:
+            check_pending_tokens(one, many)
+        else:
+            check_steps_of_each_stage(one, many)
         told: list[int] = []
         chunk = Chunk(request_id="b", token_ids=[5, 6, 7], start=0, block_table=[7])
-        two.step(Step(chunks=[chunk], on_layer=told.append))
-        assert told == list(range(two.layout.num_layers))
-        with pytest.raises(KeyError, match="stranger"):  # which no rank was told of
-            two.begin(Step(chunks=[Chunk(request_id="stranger", token_ids=[PENDING], start=3, block_table=[0])]))
-        assert greedy(two, prompts(LENGTHS), NEW_TOKENS, chunk=16) == wanted
+        many.step(Step(chunks=[chunk], on_layer=told.append))
+        assert told == list(range(many.layout.num_layers))
+        with pytest.raises(KeyError, match="stranger"):  # which nobody else was told of
+            many.begin(Step(chunks=[Chunk(request_id="stranger", token_ids=[PENDING], start=3, block_table=[0])]))
+        assert greedy(many, prompts(LENGTHS), NEW_TOKENS, chunk=16) == wanted
     finally:
-        two.close()
+        many.close()
+
+
+def check_pending_tokens(one: Engine, many: Engine) -> None:
+    [prompt] = prompts((21,))
+    for params in (GREEDY, SEEDED):
+        tokens = [[token.token_id for token in overlapped(each, prompt, params, 7)] for each in (one, many)]
+        assert tokens[0] == tokens[1]
+
+
+def check_steps_of_each_stage(one: Engine, many: Engine) -> None:
+    """Several are begun before the first is asked for; none of them wants what another draws."""
+
+    def step(i: int, ids: list[int], start: int) -> Step:
+        spec = SampleSpec(params=GREEDY, position=start + len(ids))
+        return Step(chunks=[Chunk(request_id=str(i), token_ids=ids, start=start, block_table=[i], sample=spec)])
+
+    last: list[list[int]] = prompts((9, 5, 7))
+    for start in (0, None):
+        steps = [step(i, ids, len(prompts((9, 5, 7))[i]) if start is None else 0) for i, ids in enumerate(last)]
+        got = [pending.result() for pending in [many.begin(each) for each in steps]]
+        assert got == [one.step(each) for each in steps]
+        last = [[token.token_id] for [token] in got]
+    with pytest.raises(AssertionError, match="does not know what the last one draws"):
+        many.begin(step(2, [PENDING], 9))
 
 
 def test_a_group_between_processes_gives_the_same_tokens_and_ends_with_a_lost_one(directory: str) -> None:
@@ -130,10 +161,31 @@ def test_a_step_reaches_the_ranks_without_what_is_the_leader_s() -> None:
 
 
 @pytest.mark.unit
+@pytest.mark.parametrize("rope", [None, LengthRope(limit=64, is_dynamic=True, is_anew=False)])
+def test_others_make_ready_for_the_same_model(rope: LengthRope | None) -> None:
+    """Their graphs have a place for the lengths that rows are turned for, or none, as the leader's."""
+    info = ModelInfo(
+        name="any",
+        architecture="Any",
+        fingerprint="a1",
+        dtype="float32",
+        vocab_size=160,
+        max_model_len=256,
+        eos_token_ids=(2, 3),
+        num_layers=2,
+        num_params=1000,
+        weight_bytes=4000,
+        rope=rope,
+    )
+    frame = steps_frame(info)
+    assert info_of(Frame(frame.kind, json.loads(json.dumps(frame.fields)))) == info
+
+
+@pytest.mark.unit
 def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_gpus(EngineOptions(model="any", tensor_parallel=2), torch.device("cuda", 0))
-    with pytest.raises(ValueError, match=r"^tensor_parallel is 4, and 2 GPUs are visible; give at most 2$"):
+    with pytest.raises(ValueError, match=r"^tensor_parallel 4 is 4 processes, and 2 GPUs are visible; give at most 2$"):
         check_gpus(EngineOptions(model="any", tensor_parallel=4), torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"^device is 'cuda:1' with tensor_parallel 2, whose GPUs are the first ones"):
         check_gpus(EngineOptions(model="any", tensor_parallel=2, device="cuda:1"), torch.device("cuda", 1))

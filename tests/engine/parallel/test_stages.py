@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,13 +22,15 @@ from engine.execution import run_step
 from engine.fused.layers import Decoder
 from engine.loading.cpu import CpuPlatform
 from engine.options import EngineOptions
-from engine.parallel.stage_process import LoadedStage, load_stage
-from engine.parallel.stages import LayersTold, StartedStages, cut_model
+from engine.parallel.cutting import cut_model
+from engine.parallel.passing import LayersTold
+from engine.parallel.rank import LoadedPart, load_part
+from engine.parallel.shard import Position, Shard
 from engine.types import Chunk, SampleSpec, Step
 from engine.weights.config import served_config
 from engine.weights.loader import load_model, probe_model
-from engine.weights.stage import PassLeaves, Stage
-from tests.engine.parallel.test_tensor_parallel import GREEDY, SEEDED, tokens_of, wait_until_gone
+from engine.weights.stage import Stage
+from tests.engine.parallel.test_tensor_parallel import GREEDY, SEEDED, tokens_of, wait_until_gone, whole_pages
 from tests.engine.test_engine import all_logits, page_tables, prompts, save
 from tests.zoo import make_tiny_model
 
@@ -81,17 +84,16 @@ def test_as_many_steps_as_stages_are_under_way_at_once(pair: tuple[Engine, Engin
     assert [pending.result() for pending in begun] == [one.step(step) for step in steps]
 
 
-def test_a_layer_is_told_of_once_it_stands_in_the_leaders_pages(pair: tuple[Engine, Engine]) -> None:
+def test_a_layer_is_told_of_once_it_stands_in_its_stage_s_pages(pair: tuple[Engine, Engine]) -> None:
     ids, seen = prompts((40,))[0], {0: list[torch.Tensor](), 1: list[torch.Tensor]()}
     for number, engine in enumerate(pair):
 
         def copy_pages(layer: int, engine: Engine = engine, seen: list[torch.Tensor] = seen[number]) -> None:
             assert layer == len(seen), "not in the order of the layers"
-            seen.append(torch.cat([engine.memory.k(layer)[[4, 2, 6]], engine.memory.v(layer)[[4, 2, 6]]]))
+            seen.append(torch.cat(whole_pages(engine, layer, [4, 2, 6])))
 
-        for layer in range(LAYERS):
-            engine.memory.k(layer).zero_()
-            engine.memory.v(layer).zero_()
+        nothing = np.zeros(3 * engine.layout.page_bytes(), np.uint8)
+        engine.memory.rows.scatter(range(LAYERS), [4, 2, 6], nothing)
         engine.step(Step(chunks=[chunk_of("a", ids, [4, 2, 6])], on_layer=copy_pages))
     assert len(seen[1]) == LAYERS
     assert all(torch.equal(got, wanted) for got, wanted in zip(seen[1], seen[0], strict=True))
@@ -122,40 +124,46 @@ def test_what_is_told_of_layers_comes_in_their_order_and_once() -> None:
 # Without processes
 
 
-def passed_on(stages: list[LoadedStage], chunks: list[Chunk]) -> torch.Tensor:
+def passed_on(stages: list[LoadedPart], chunks: list[Chunk]) -> torch.Tensor:
     """The logits of all rows, from stage to stage."""
     last = stages[-1].model
     meta = last.packed(chunks)
     with torch.inference_mode(), ExitStack() as stack:
         pages = stack.enter_context(last.scratch_pages(last.probe.kv_dtype, 8))
+        passed = torch.empty(0)
         for stage in stages:
-            try:
-                logits = stage.model.run_alone(pages.memory, meta, None)
-            except PassLeaves as leaves:
-                stages[stages.index(stage) + 1].part.entry.hidden = leaves.hidden
-    return logits
+            stage.cut.part.entry.hidden = passed[None]
+            passed = stage.model.run(pages, meta, None)
+    return passed
+
+
+def stages_of(options: EngineOptions, *sizes: int) -> list[LoadedPart]:
+    """All stages of each."""
+    alone, platform = Shard(0, 1), CpuPlatform()
+    with torch.inference_mode():
+        return [
+            load_part(options, Position(Stage(number, size), alone), platform)
+            for size in sizes
+            for number in range(1, size + 1)
+        ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fused_stages_give_the_bits_of_the_fused_model(directory: str, dtype: str) -> None:
     options = options_of(directory, dtype)
     chunks = [chunk_of("a", CHUNKS[2], [1, 2, 3]), chunk_of("b", CHUNKS[1], [5])]
-    with torch.inference_mode():
-        whole, *stages = [
-            load_stage(options, Stage(n, size), CpuPlatform()) for n, size in ((1, 1), (1, 3), (2, 3), (3, 3))
-        ]
+    whole, *stages = stages_of(options, 1, 3)
     assert torch.equal(passed_on(stages, chunks), passed_on([whole], chunks))
     for stage in stages:
         decoder: Any = stage.model.module.base_model.forward
         assert isinstance(decoder, Decoder)
-        assert len(decoder.layers) == len(stage.part.layers)
+        assert len(decoder.layers) == len(stage.cut.part.layers)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v3", "bloom", "gptj"])
 def test_other_kinds_of_models_in_stages_say_what_they_say_whole(name: str, tmp_path: Path) -> None:
     options = options_of(str(make_tiny_model(name, tmp_path / name)))
-    with torch.inference_mode():
-        whole, *stages = [load_stage(options, Stage(n, size), CpuPlatform()) for n, size in ((1, 1), (1, 2), (2, 2))]
+    whole, *stages = stages_of(options, 1, 2)
     chunks = [chunk_of("a", CHUNKS[2], [1, 2, 3])]
     assert torch.equal(passed_on(stages, chunks), passed_on([whole], chunks))
 
@@ -170,9 +178,9 @@ def test_a_stage_copies_its_own_weights_only(tmp_path: Path) -> None:
 
     before = private_bytes()
     with torch.inference_mode():
-        loaded = load_stage(options, Stage(3, 8), CpuPlatform())
+        loaded = load_part(options, Position(Stage(3, 8), Shard(0, 1)), CpuPlatform())
     grown, saved = private_bytes() - before, (tmp_path / "model.safetensors").stat().st_size
-    assert loaded.part.layers == range(2, 3)
+    assert loaded.cut.part.layers == range(2, 3)
     assert saved > 70 << 20
     assert grown < saved // 3, f"{grown >> 20} MiB more for a layer of eight, of {saved >> 20} MiB in all"
 
@@ -187,7 +195,7 @@ def cut(directory: str, stage: Stage, spoil: Any = None) -> None:
         probe = probe_model(model, served.max_len)
         if spoil is not None:
             spoil(model)
-        cut_model(model, probe, stage)
+        cut_model(model, probe, Position(stage, Shard(0, 1)), torch.device("cpu"))
 
 
 def test_more_stages_than_layers(directory: str) -> None:
@@ -219,7 +227,6 @@ def test_a_model_that_keeps_a_state_beside_kv(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"pipeline_parallel": 0}, "pipeline_parallel is 0; give 1 or more"),
-        ({"tensor_parallel": 2}, "pipeline_parallel is 2 with tensor_parallel 2; give one of the two"),
         ({"speculative_model": "small"}, "pipeline_parallel is 2 with speculative_model 'small'; give one of the two"),
         ({"kv_dtype": "fp8_e4m3"}, "pipeline_parallel is 2 with kv_dtype 'fp8_e4m3'; give one of the two"),
         ({"quantization": "int8"}, "quantization is 'int8' with pipeline_parallel 2; give one of the two"),
@@ -229,8 +236,3 @@ def test_options_that_do_not_go_with_it(changes: dict[str, Any], reason: str) ->
     with pytest.raises(ValueError) as caught:
         Engine.load(options_of("anything", **{"pipeline_parallel": 2, **changes}))
     assert str(caught.value) == reason
-
-
-def test_it_is_for_cpus() -> None:
-    with pytest.raises(ValueError, match=r"^pipeline_parallel is 2, and on GPUs only 1 is served; give replicas"):
-        StartedStages.of(options_of("anything", pipeline_parallel=2), torch.device("cuda"))
