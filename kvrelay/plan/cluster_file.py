@@ -1,5 +1,5 @@
 """Writes the cluster's spec of a plan, for `kvrelay up`: the pools that were chosen, with the limits they were
-simulated with. It goes through cluster.spec.model's own classes and chooses nothing.
+simulated with. It chooses nothing.
 
 Where the plan's answer is a published system's machines, which kvrelay does not serve, the best two pools are written.
 """
@@ -13,10 +13,6 @@ from typing import Any
 
 import yaml
 
-from cluster.spec.errors import SpecError
-from cluster.spec.load import parse_spec
-from cluster.spec.model import ClusterSpec
-from cluster.spec.resolve import why_not_served
 from kvrelay.plan import amounts, words
 from placement.build.from_offers import targets_told
 from placement.plan import Goodput, Plan, PoolPlan, Slo
@@ -130,15 +126,6 @@ def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: 
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), RULE, break_long_words=False, break_on_hyphens=False)
-
-
-def checked(data: Mapping[str, Any]) -> ClusterSpec | str:
-    """The spec as `kvrelay up` would read it, or the sentence with which this version refuses it."""
-    try:
-        spec = parse_spec(data)
-    except SpecError as error:
-        return error.sentences[0]
-    return why_not_served(spec) or spec
 
 
 def cluster_name(model: str) -> str:

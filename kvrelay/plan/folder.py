@@ -13,14 +13,14 @@ from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan import amounts, words
 from kvrelay.plan import cluster_file as cluster
 from kvrelay.plan.assumptions import assumed_by
-from kvrelay.plan.catalogs import guesses_of
+from kvrelay.plan.catalogs import catalogs, guesses_of
 from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
 from placement.goodput.targets import Targets
 from placement.latency.model_files import load_shape, loadable_name
 from placement.latency.profile_file import read_profile
-from placement.plan import Plan, to_json
+from placement.plan import Goodput, Plan, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Saved:
     """`notes`: sentences that a person should read, about what was written."""
 
     files: tuple[Path, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
@@ -53,7 +53,7 @@ def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
     if spec:
         written["cluster.yaml"] = spec
     written |= {f"{name}.png": png(figure) for name, figure in wide.items()}
-    return Saved(files=tuple(write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
+    return Saved(files=tuple(write(folder, name, content) for name, content in written.items()), notes=notes)
 
 
 def check_folder(folder: Path) -> None:
@@ -92,12 +92,12 @@ def plan_object(plan: Plan) -> dict[str, Any]:
     return {"kvrelay": version("kvrelay"), "answer": answer, **to_json(plan)}
 
 
-def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]:
+def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str, ...]]:
     """(the spec's text, or why there is none, sentences to tell)."""
     placement = cluster.to_run(plan)
     if placement is None:
         why = "There is none: only a published system's machines meet the targets, and kvrelay does not serve them."
-        return "", why, []
+        return "", why, ()
     dtype = str(read_profile(request.profile[0]).model.get("dtype", "")) if request.profile else ""
     model, kv_bytes = _model_and_kv(request, plan, dtype or "auto")
     name = cluster.cluster_name(model)
@@ -116,12 +116,20 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, list[str]]
         speculative_model=loadable_name(request.speculative_model) if request.speculative_model else "",
         draft_bytes_per_token=int(guesses.kv_bytes_per_token) if guesses is not None else 0,
     )
-    refusal = cluster.checked(data)
     text = cluster.spec_text(plan, placement, data, command_of(request))
-    if isinstance(refusal, str):
-        note = f"kvrelay up of this version does not take the spec yet: {refusal}"
-        return f"# Note: {note}\n{text}", "", [note]
-    return text, "", []
+    note = _why_not_placed(placement, min(catalog.gpus_per_node for catalog in catalogs(request))) if has_gpus else ""
+    return (f"# Note: {note}\n{text}", "", (note,)) if note else (text, "", ())
+
+
+def _why_not_placed(placement: Goodput, gpus_per_node: int) -> str:
+    """Stages may be planned over several nodes."""
+    for pool in placement.candidate.pools:
+        if pool.degrees.gpus > gpus_per_node:
+            return (
+                f"kvrelay up does not start it: a worker's processes are on one host, and {pool.role} workers of "
+                f"{pool.degrees} want {pool.degrees.gpus} GPUs, where a node has {gpus_per_node}"
+            )
+    return ""
 
 
 def _model_and_kv(request: PlanRequest, plan: Plan, dtype: str) -> tuple[str, dict[str, int] | None]:

@@ -23,7 +23,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from cluster.spec.load import parse_spec
 from cluster.spec.model import SERVED_NAME
+from cluster.spec.resolve import why_not_served
 from kvrelay.plan import cluster_file
 from kvrelay.plan.amounts import count, num, percent, seconds
 from kvrelay.plan.catalogs import catalogs
@@ -224,8 +226,8 @@ def as_object(plan: SharingPlan) -> dict[str, Any]:
 def save(plan: SharingPlan, folder: Path) -> Saved:
     """cluster.yaml and plan.json. Raises PlanError where nothing can be written."""
     data = spec_data(plan)
-    refusal = cluster_file.checked(data)
-    notes = [f"kvrelay up of this version does not take the spec yet: {refusal}"] if isinstance(refusal, str) else []
+    refusal = why_not_served(parse_spec(data))  # workers of several processes that share GPUs
+    notes = [f"kvrelay up does not take the spec: {refusal}"] if refusal else []
     loosest = "Each request says what its model wants (slo_ttft_ms, slo_tpot_ms); the router has the loosest of all."
     told = "\n".join(f"# {line}" for line in (*sentences(plan), loosest, *(f"Note: {note}" for note in notes)))
     body = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=cluster_file.RULE)

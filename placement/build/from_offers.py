@@ -92,12 +92,13 @@ def mixed_of(offer: Offer, replicas: int, hardware: str, chunk_tokens: int) -> C
 
 
 def guessing_ahead(candidate: Candidate, offer_of: OfferOf) -> Candidate | None:
-    """The same, all workers that decode guessing tokens ahead; None where one has no room for who guesses."""
+    """The same, all workers that decode guessing tokens ahead; None where one has no room for who guesses, or is in
+    stages, which serve none."""
     pools = []
     for pool in candidate.pools:
         offer = offer_of(pool.degrees, True)
         if pool.role != "prefill":
-            if offer.speculation is None:
+            if offer.speculation is None or pool.degrees.pp > 1:
                 return None
             num_tokens, num_pages = offer.speculation.num_tokens, offer.speculative_pages
             pool = replace(pool, num_speculative_tokens=num_tokens, num_pages=num_pages)

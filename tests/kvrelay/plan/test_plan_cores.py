@@ -86,7 +86,7 @@ def test_pairs_mixed_workers_and_hybrids_are_weighed_on_the_cores_there_are() ->
 def test_each_is_written_as_a_spec_that_pins_as_many_cores(name: str, tmp_path: Path) -> None:
     candidate, asked_for = arrangements()[name], request(tmp_path)
     text, refusal, notes = cluster_spec(planned(candidate, asked_for), asked_for)
-    assert (refusal, notes) == ("", [])
+    assert (refusal, notes) == ("", ())
     spec = parse_spec(yaml.safe_load(text))
     assert spec.dtype == "bfloat16"
     workers = workers_of(resolve(spec, CORES))

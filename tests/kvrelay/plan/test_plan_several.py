@@ -147,3 +147,14 @@ def test_two_models_with_little_to_do_share_a_gpu(tmp_path: Path) -> None:
     assert plan.shared is not None
     assert (plan.shared.gpus, plan.gpus_apart) == (1, 2)
     assert run(write(tmp_path, "a"), write(tmp_path, "b", rate=None)).exit_code == 2
+
+
+@pytest.mark.unit
+def test_models_that_share_several_gpus_are_told_of_as_not_served(tmp_path: Path) -> None:
+    groups = shared(2, 3.0)
+    two = replace(
+        groups, shares=tuple(replace(each, pool=replace(each.pool, degrees=Degrees(2))) for each in groups.shares)
+    )
+    saved = save(sharing(two, tmp_path), tmp_path / "out")
+    [note] = saved.notes
+    assert note.startswith("kvrelay up does not take the spec: pools[0].num_gpus is 1 with tensor_parallel 2, whose ")

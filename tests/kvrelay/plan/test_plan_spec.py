@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from cluster.spec.load import parse_spec
-from cluster.spec.resolve import why_not_served
+from cluster.spec.resolve import resolve, workers_of
 from decode_worker.options import DecodeOptions
+from engine.options import EngineOptions
 from kvrelay.plan.catalogs import catalogs
 from kvrelay.plan.folder import cluster_spec
 from kvrelay.plan.planning import asked
@@ -18,6 +19,7 @@ from kvrelay.plan.reading import build_request
 from placement.build.from_offers import assemble, guessing_ahead, offers_of
 from placement.build.from_spec import sim_cluster
 from placement.build.sources import RooflineWorkers
+from placement.catalogs.base import Degrees
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
 from placement.plan import Candidate
@@ -32,6 +34,10 @@ ASKED = {"model": "llama-3.1-8b", "hardware": "h100-sxm", "num_gpus": 4}
 REQUESTS = {"random_input_len": 256, "random_output_len": 64}
 PAIR, MIXED = apart((1, 1), (1, 3)), together(1, 4)
 ANSWERS = {"two pools": PAIR, "mixed": MIXED, "readers beside mixed": hybrids_of(MIXED)[0]}
+READERS, WRITERS = PAIR.pools
+ANSWERS["ranks, and stages of ranks"] = replace(
+    PAIR, pools=(replace(READERS, degrees=Degrees(2)), replace(WRITERS, degrees=Degrees(2, 2)))
+)
 ANSWERS |= {f"a pair as {hybrid.label}": hybrid for hybrid in hybrids_of(PAIR)}
 TARGETS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "both": ({"ttft": "300ms", "tpot": "20ms"}, {"ttft_s": 0.3, "tpot_s": 0.02}),
@@ -59,7 +65,7 @@ def test_an_answer_that_guesses_ahead_is_served_so(candidate: Candidate, draft: 
     chosen = goodput(guessing, 9.0)
     plan = replace(PLAN, chosen=chosen, tried=(chosen,), slo=request.slo, asked=asked(request))
     text, refusal, notes = cluster_spec(plan, request)
-    assert (refusal, notes) == ("", [])
+    assert (refusal, notes) == ("", ())
     spec, source = (
         parse_spec(yaml.safe_load(text)),
         RooflineWorkers(load_shape("llama-3.1-8b"), load_hardware("h100-sxm"), 0.7),
@@ -71,6 +77,8 @@ def test_an_answer_that_guesses_ahead_is_served_so(candidate: Candidate, draft: 
         for each in (sim_cluster(spec, source), system.cluster)
     )
     assert served == simulated
+    staged = replace(candidate, pools=tuple(replace(pool, degrees=Degrees(1, 2)) for pool in candidate.pools))
+    assert guessing_ahead(staged, offer_of) is None, "stages serve no guesses"
     models = {pool.policy.speculative_model for pool in spec.pools if pool.role != "prefill"}
     assert models == ({""} if draft == "prompt lookup" else {"meta-llama/Llama-3.1-8B"})
 
@@ -83,9 +91,10 @@ def test_an_answer_is_a_spec_that_up_takes(candidate: Candidate, targets: str) -
     chosen = goodput(candidate, 9.0)
     plan = replace(PLAN, chosen=chosen, tried=(chosen,), slo=request.slo, asked=asked(request))
     text, refusal, notes = cluster_spec(plan, request)
-    assert (refusal, notes) == ("", [])
+    assert (refusal, notes) == ("", ())
     spec = parse_spec(yaml.safe_load(text))
-    assert why_not_served(spec) == ""
+    for worker in workers_of(resolve(spec, None)):
+        EngineOptions(**worker.engine).validate()
     for pool in spec.pools:  # what the doctor holds workers against
         assert pool.assumed is not None
         assert pool.assumed.prompt_tokens == 512
@@ -93,3 +102,15 @@ def test_an_answer_is_a_spec_that_up_takes(candidate: Candidate, targets: str) -
         phases = kind_of(pool.role).phases
         assert [time is not None for time in times] == ["prefill" in phases, "prefill" in phases, "decode" in phases]
     assert spec.targets_s == ({} if candidate.kind == "two pools" else pytest.approx(expected))
+
+
+def test_stages_over_several_nodes_are_told_of_as_not_started() -> None:
+    request = build_request(None, {**ASKED, **REQUESTS, "ttft": "300ms"})
+    chosen = goodput(replace(PAIR, pools=(READERS, replace(WRITERS, degrees=Degrees(8, 2)))), 9.0)
+    text, _, notes = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,)), request)
+    [note] = notes
+    assert note == (
+        "kvrelay up does not start it: a worker's processes are on one host, and decode workers of TP 8 x PP 2 want "
+        "16 GPUs, where a node has 8"
+    )
+    assert text.startswith(f"# Note: {note}\n")
