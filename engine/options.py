@@ -77,6 +77,12 @@ class EngineOptions:
         scope="pool",
         ge=1,
     )
+    expert_parallel: bool = knob(
+        False,
+        "each of a worker's `tensor_parallel` processes has whole experts, and not a run of the width of each; of a "
+        "mixture whose experts they divide",
+        scope="pool",
+    )
     pipeline_parallel: int = knob(
         1,
         "of one host that have a run of a worker's layers each, and compute as many batches at once; pools may differ: "
@@ -115,6 +121,11 @@ class EngineOptions:
                     f"quantization is {self.quantization!r} with {key} {getattr(self, key)}; give one of the two"
                 )
         self._validate_stages()
+        if self.expert_parallel and self.tensor_parallel == 1:
+            raise ValueError(
+                "expert_parallel is True with tensor_parallel 1, whose one process has all experts; "
+                "give tensor_parallel 2 or more, or leave it out"
+            )
         if self.tensor_parallel > 1 and self.kv_dtype != "auto":
             raise ValueError(
                 f"tensor_parallel is {self.tensor_parallel} with kv_dtype {self.kv_dtype!r}; give one of the two"

@@ -63,6 +63,7 @@ class PoolSpec(Spec):
         attention: str
         kv_dtype: str
         tensor_parallel: int
+        expert_parallel: bool
         pipeline_parallel: int
 
     name: str = setting("", "of its workers: NAME-0, NAME-1; empty: the role", changes="now")
@@ -251,6 +252,11 @@ def check_pool(index: int, pool: PoolSpec) -> None:
     ):
         if degree > 1 and not is_served:
             raise ValueError(f"pools[{index}].kv_dtype is {pool.kv_dtype!r} with {key} {degree}; give one of the two")
+    if pool.expert_parallel and pool.tensor_parallel == 1:
+        raise ValueError(
+            f"pools[{index}].expert_parallel is true with tensor_parallel 1, whose one process has all experts; "
+            "give tensor_parallel 2 or more, or take it out"
+        )
     if pool.num_gpus > pool.processes:
         raise ValueError(f"pools[{index}].num_gpus is {pool.num_gpus:g}; give {pool.processes} or less")
     if not isinstance(pool.cpus, tuple):

@@ -87,7 +87,14 @@ def load_both(
     """Also the options' speculative_model, with as many pages as the other has: kv_bytes are of both."""
     if not options.speculative_model:
         return load(options, progress, platform), None
-    alone = replace(options, model=options.speculative_model, tensor_parallel=1, rank_cpus=(), max_model_len=None)
+    alone = replace(
+        options,
+        model=options.speculative_model,
+        tensor_parallel=1,
+        expert_parallel=False,
+        rank_cpus=(),
+        max_model_len=None,
+    )
     own, wanted = (served_config(each).config.get_text_config().vocab_size for each in (alone, options))
     if own != wanted:
         raise ValueError(

@@ -12,7 +12,7 @@ from engine.attention.probe import Probe
 from engine.parallel import sharding
 from engine.parallel.meetings import Cut
 from engine.parallel.shard import Position
-from engine.weights import ropes, stage
+from engine.weights import experts, ropes, stage
 from engine.weights.loader import run_probe, set_attention
 from engine.weights.stage import Part
 
@@ -38,4 +38,5 @@ def cut_model(module: PreTrainedModel, whole: Probe, position: Position, device:
         probe = sharding.check_shapes(module, whole, part.layers, position.shard)
     set_attention(module, hooks.SERVE)
     ropes.move(module, device)
+    experts.choose_form(module, device)
     return CutModel(part, cuts, probe)

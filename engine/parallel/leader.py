@@ -68,7 +68,7 @@ class StartedTeam:
         if device.type == "cuda":
             check_gpus(options, device)
         if options.tensor_parallel > 1:
-            sharding.check_config(load_config(options.model), options.tensor_parallel)
+            sharding.check_config(load_config(options.model), options.tensor_parallel, options.expert_parallel)
         collectives = options.collectives
         if collectives == "auto":
             collectives = "shared" if device.type == "cpu" else "process_group"

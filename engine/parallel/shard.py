@@ -1,5 +1,5 @@
-"""Shard is one rank's run of what all ranks have together: heads, columns, experts' widths. Position says where a
-process of a worker stands: which layers are its own, and which rank it is among those that share them.
+"""Shard is one rank's run of what all ranks have together: heads, columns, experts or their widths. Position says
+where a process of a worker stands: which layers are its own, and which rank it is among those that share them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ class Shard:
 
     rank: int
     size: int
+    has_whole_experts: bool = False  # a run of them, and not of the width of each
 
     @property
     def share(self) -> Share:
@@ -40,7 +41,7 @@ class Position:
     @classmethod
     def of(cls, number: int, options: EngineOptions) -> Position:
         stages, ranks = options.pipeline_parallel, options.tensor_parallel
-        return cls(Stage(number // ranks or stages, stages), Shard(number % ranks, ranks))
+        return cls(Stage(number // ranks or stages, stages), Shard(number % ranks, ranks, options.expert_parallel))
 
     def __str__(self) -> str:
         if self.stage.size == 1:

@@ -3,7 +3,7 @@
     colwise         a rank keeps a run of the outputs: q, k, v, gate, up (and their biases)
     rowwise         a rank keeps a run of the inputs, and the ranks' products are summed: o, down (the bias is rank 0's)
     packed_colwise  gate and up behind each other: a run of each
-    experts         all of them with a run of their width; their sum is met for, and the router is whole
+    experts         a run of the width of each, or a run of them; their sum is met for, and the router is whole
     lm_head         a run of the vocabulary where it divides, gathered at rank 0
 
 Embeddings and norms stay whole on every rank, but a norm over all heads: it is cut, and its mean is met for. Where
@@ -25,6 +25,7 @@ from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.parallel.meetings import Cut, WideNorm
 from engine.parallel.shard import Shard
+from engine.weights.experts import OwnExperts
 from engine.weights.loader import probe_cut
 
 COLWISE, ROWWISE, PACKED, EXPERTS = "colwise", "rowwise", "packed_colwise", "moe_tp_experts"
@@ -36,6 +37,7 @@ LATENT_PLAN = {  # of attention whose KV comes from latents, which every rank co
     "layers.*.self_attn.o_proj": ROWWISE,
 }
 WIDE_NORMS = {"q_proj": "q_norm", "k_proj": "k_norm", "v_proj": ""}  # over all heads, behind what is gathered for them
+NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # in configs
 GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
 
 
@@ -63,30 +65,52 @@ def plan_of(config: Any, size: int) -> Mapping[str, str]:
     return plan
 
 
-def check_config(config: Any, size: int) -> None:
+def check_config(config: Any, size: int, has_whole_experts: bool = False) -> None:
     """Raise UnsupportedModel for a model that cannot be cut in `size`: what its config says, before its weights."""
-    plan_of(config, size)
+    has_experts = EXPERTS in plan_of(config, size).values()
     text = config.get_text_config()
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    if getattr(text, "kv_lora_rank", None):
-        kv_heads = heads
-    counts = {"attention heads": heads}
-    for key in ("intermediate_size", "moe_intermediate_size"):
-        if width := getattr(text, key, None):
-            counts[f"columns of the MLP ({key})"] = int(width)
-    good = [
-        str(n)
-        for n in range(1, heads + 1)
-        if not any(count % n for count in counts.values()) and (kv_heads % n == 0 or n % kv_heads == 0)
-    ]
-    if str(size) in good:
+    num_experts = next((n for key in NUM_EXPERTS if (n := getattr(text, key, None))), 0) if has_experts else 0
+    if has_whole_experts and not num_experts:
+        name = (config.architectures or [type(config).__name__])[0]
+        raise UnsupportedModel(f"expert_parallel is true, and {name} has no experts; leave it out")
+    counts = _counts(text, num_experts if has_whole_experts else 0)
+    good = _degrees(text, counts)
+    if size in good:
         return
     what, count = next(
         ((what, count) for what, count in counts.items() if count % size),
-        ("KV heads", kv_heads),
+        ("KV heads", _kv_heads(text)),
     )
-    raise UnsupportedModel(f"tensor_parallel is {size}, which does not divide {count} {what}; give {_listed(good)}")
+    mends = [str(degree) for degree in good]
+    if num_experts and not has_whole_experts and size in _degrees(text, _counts(text, num_experts)):
+        mends.append(f"{size} with expert_parallel: true")
+    raise UnsupportedModel(f"tensor_parallel is {size}, which does not divide {count} {what}; give {_listed(mends)}")
+
+
+def _kv_heads(text: Any) -> int:
+    heads = int(text.num_attention_heads)
+    return heads if getattr(text, "kv_lora_rank", None) else int(getattr(text, "num_key_value_heads", None) or heads)
+
+
+def _counts(text: Any, num_experts: int) -> dict[str, int]:
+    """What ranks share out evenly. `num_experts`: where each has whole ones."""
+    widths = {key: int(getattr(text, key, None) or 0) for key in ("intermediate_size", "moe_intermediate_size")}
+    if num_experts and widths["moe_intermediate_size"]:  # also of those that all tokens go to, which are cut by it
+        widths["moe_intermediate_size"] *= int(getattr(text, "n_shared_experts", None) or 0)
+    elif num_experts:
+        widths["intermediate_size"] = 0  # it is theirs
+    counts = {"attention heads": int(text.num_attention_heads), "experts": num_experts}
+    counts |= {f"columns of the MLP ({key})": width for key, width in widths.items()}
+    return {what: count for what, count in counts.items() if count}
+
+
+def _degrees(text: Any, counts: Mapping[str, int]) -> list[int]:
+    kv_heads = _kv_heads(text)
+    return [
+        n
+        for n in range(1, int(text.num_attention_heads) + 1)
+        if not any(count % n for count in counts.values()) and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
 
 
 def _listed(words: list[str]) -> str:
@@ -103,8 +127,11 @@ def shard_model(model: PreTrainedModel, shard: Shard, probe: Probe) -> list[Cut]
         layer = probe.layer_of.get(id(parent))
         if style == EXPERTS:
             cuts.append(Cut(parent, name))
+            if shard.has_whole_experts:
+                setattr(parent, name, OwnExperts(module, shard.run(module.num_experts)))
         elif isinstance(module, nn.Parameter):
-            _cut_experts(model, parent, name, module, style, shard)
+            if not shard.has_whole_experts:
+                _cut_experts(model, parent, name, module, style, shard)
         elif type(module) is not nn.Linear:
             raise UnsupportedModel(
                 f"{type(model).__name__} has a {type(module).__name__} for {name} where only plain linear layers can "

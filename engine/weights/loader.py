@@ -26,7 +26,7 @@ from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.state import mixers
 from engine.types import LengthRope, ModelInfo
-from engine.weights import int8, ropes
+from engine.weights import experts, int8, ropes
 from engine.weights.config import ServedConfig, first_sentence
 from engine.weights.stage import PassLeaves
 
@@ -47,9 +47,9 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
     """transformers' own class with its weights on `device`, in eager attention; those of a quantised checkpoint in the
     full width of `dtype`. Raises UnsupportedModel."""
     _check_quantised(model, config)
-    if device.type == "cpu":  # each expert's product by itself, which our kernels make row-invariant
-        placed: dict[str, Any] = {"experts_implementation": "eager"}
-    else:  # straight to the GPU, file by file; experts as transformers chooses: in one product, where no host waits
+    if device.type == "cpu":
+        placed: dict[str, Any] = {"experts_implementation": experts.EAGER}
+    else:  # straight to the GPU, file by file, and experts as transformers chooses
         placed = {"device_map": {"": device}}
     try:
         with LOADING:

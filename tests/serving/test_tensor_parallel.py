@@ -31,18 +31,27 @@ NEW_TOKENS = 16
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "transport"),
-    [(2, 1, "tcp"), (1, 2, "loopback"), (2, 4, "process_group"), (4, 2, "shared_memory")],  # of a model of two KV heads
+    ("model", "prefill", "decode", "transport"),
+    [
+        ("llama", 2, 1, "tcp"),  # of two KV heads
+        ("llama", 1, 2, "loopback"),
+        ("llama", 2, 4, "process_group"),
+        ("llama", 4, 2, "shared_memory"),
+        ("qwen3_moe", 1, 2, "shared_memory"),  # of four experts
+        ("deepseek_v3", 2, 1, "tcp"),
+        ("qwen3_moe", 2, 4, "loopback"),
+    ],
 )
 async def test_pools_of_unequal_degrees_give_transformers_tokens(
-    prefill: int, decode: int, transport: str, model_dir: ModelDir
+    model: str, prefill: int, decode: int, transport: str, model_dir: ModelDir
 ) -> None:
     prompts = [random_prompt(length, seed) for seed, length in enumerate(PROMPT_LENS)]
-    wanted = transformers_tokens(model_dir("llama"), prompts, NEW_TOKENS)
+    wanted = transformers_tokens(model_dir(model), prompts, NEW_TOKENS)
+    has_experts = model != "llama"
     local = LocalCluster(
-        str(model_dir("llama")),
-        engine=engine_with(tensor_parallel=prefill),
-        decode_engine=engine_with(tensor_parallel=decode),
+        str(model_dir(model)),
+        engine=engine_with(tensor_parallel=prefill, expert_parallel=has_experts and prefill > 1),
+        decode_engine=engine_with(tensor_parallel=decode, expert_parallel=has_experts and decode > 1),
         worker=worker_with(max_batch_tokens=32, layers_per_group=1, transports=(transport,)),
         router=ROUTER,
     )

@@ -114,6 +114,11 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
             "pools[0].kv_dtype is 'fp8_e4m3' with pipeline_parallel 2; give one of the two",
         ),
         (
+            spec_data(pools=pools(decode={"expert_parallel": True})),
+            "pools[1].expert_parallel is true with tensor_parallel 1, whose one process has all experts; "
+            "give tensor_parallel 2 or more, or take it out",
+        ),
+        (
             spec_data(pools=pools({"num_gpus": 4, "tensor_parallel": 2})),
             "pools[0].num_gpus is 4; give 2 or less",
         ),

@@ -26,12 +26,14 @@ from engine.errors import EngineBroken, UnsupportedModel
 from engine.execution import run_step
 from engine.options import EngineOptions
 from engine.pages.layout import LayerKv
+from engine.parallel import sharding
 from engine.parallel.shard import Shard
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
-from tests.engine.test_engine import LENGTHS, MODELS, all_logits, page_tables, prompts, save
+from engine.weights.experts import OwnExperts
+from tests.engine.test_engine import LENGTHS, MODELS, SHAPE, all_logits, page_tables, prompts, save
 from tests.zoo import make_tiny_model
 
-NAMES = ("qwen3", "deepseek")  # and a llama in four
+NAMES = {"qwen3": {}, "deepseek": {}, "mixtral": {"expert_parallel": True}}  # and a llama in four
 NEW_TOKENS = 12
 SOON_S = 20.0
 SEEDED = SamplingParams(temperature=1.0, seed=11, top_p=0.9)
@@ -55,7 +57,7 @@ def load(directory: str, size: int, **options: Any) -> Engine:
 @pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest, directories: dict[str, str]) -> Iterator[tuple[Engine, Engine]]:
     """The same model in one process and in two."""
-    two = load(directories[request.param], 2)
+    two = load(directories[request.param], 2, **NAMES[request.param])
     yield load(directories[request.param], 1), two
     two.close()
 
@@ -230,11 +232,53 @@ def test_a_degree_that_does_not_divide(tmp_path: Path, changes: dict[str, int], 
     assert str(caught.value) == reason
 
 
+EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+DEEPSEEK = {"kv_lora_rank": 32, "num_key_value_heads": 8, "num_attention_heads": 8, "moe_intermediate_size": 6}
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("config", "size", "is_whole", "reason"),
+    [
+        (
+            transformers.MixtralConfig(**{**SHAPE, "intermediate_size": 129, "num_local_experts": 4}),
+            *(2, False),
+            "tensor_parallel is 2, which does not divide 129 columns of the MLP (intermediate_size); "
+            "give 1 or 2 with expert_parallel: true",
+        ),
+        (
+            transformers.MixtralConfig(**{**SHAPE, **EIGHT_HEADS, "num_local_experts": 6}),
+            *(4, True),
+            "tensor_parallel is 4, which does not divide 6 experts; give 1 or 2",
+        ),
+        (
+            transformers.DeepseekV3Config(**{**SHAPE, **DEEPSEEK, "n_routed_experts": 8, "n_shared_experts": 3}),
+            *(4, True),
+            "tensor_parallel is 4, which does not divide 18 columns of the MLP (moe_intermediate_size); give 1 or 2",
+        ),
+        (
+            transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"]),
+            *(2, True),
+            "expert_parallel is true, and LlamaForCausalLM has no experts; leave it out",
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_share_out(config: Any, size: int, is_whole: bool, reason: str) -> None:
+    with pytest.raises(UnsupportedModel) as caught:
+        sharding.check_config(config, size, is_whole)
+    assert str(caught.value) == reason
+    for degree in (1, 2):  # what is advised
+        if "no experts" not in reason:
+            sharding.check_config(config, degree, has_whole_experts=True)
+
+
 def test_options_that_do_not_go_with_it() -> None:
     with pytest.raises(ValueError, match=r"^tensor_parallel is 0; give 1 or more$"):
         load("anything", 0)
     with pytest.raises(ValueError, match=r"^tensor_parallel is 2 with kv_dtype 'fp8_e4m3'; give one of the two$"):
         load("anything", 2, kv_dtype="fp8_e4m3")
+    with pytest.raises(ValueError, match=r"^expert_parallel is True with tensor_parallel 1, whose one process has all"):
+        load("anything", 1, expert_parallel=True)
 
 
 # Without processes: ranks as threads
@@ -282,7 +326,23 @@ MORE_RANKS_THAN_KV_HEADS = ("llama", "olmo2", "qwen3_moe")
     [*((name, 2) for name in (*CUT_ANYHOW, *EXPERTS, "olmo2")), *((name, 4) for name in MORE_RANKS_THAN_KV_HEADS)],
 )
 def test_a_cut_model_says_what_the_whole_one_says(name: str, size: int, tmp_path: Path) -> None:
-    from engine.parallel import sharding
+    says_what_the_whole_one_says(name, [Shard(rank, size) for rank in range(size)], None, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["eager", "grouped_mm"])
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in EXPERTS), ("mixtral", 4), ("deepseek_v3", 4)])
+def test_a_model_whose_ranks_have_whole_experts_says_the_same(name: str, size: int, form: str, tmp_path: Path) -> None:
+    shards = [Shard(rank, size, has_whole_experts=True) for rank in range(size)]
+    cut, *_ = says_what_the_whole_one_says(name, shards, form, tmp_path)
+    own = {module for module in cut.modules() if isinstance(module, OwnExperts)}
+    num_experts = 8 if name == "deepseek_v3" else 4
+    assert {len(weight) for each in own for weight in each.parameters()} == {num_experts // size}
+
+
+def says_what_the_whole_one_says(
+    name: str, shards: list[Shard], form: str | None, tmp_path: Path
+) -> list[transformers.PreTrainedModel]:
+    """The cut models, each run by a thread. `form`: of experts' products; None: as transformers chooses."""
     from engine.parallel.meetings import connect
     from engine.weights.loader import probe_model, set_attention
 
@@ -291,16 +351,17 @@ def test_a_cut_model_says_what_the_whole_one_says(name: str, size: int, tmp_path
 
     def fresh() -> transformers.PreTrainedModel:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
+            directory, dtype=torch.float32, attn_implementation="eager", experts_implementation=form
         )
         for parameter in model.parameters():  # tiny models begin without biases worth the name
             if parameter.dim() == 1:
                 parameter.data += torch.linspace(-0.1, 0.1, parameter.numel())
         return model.eval().requires_grad_(False)
 
-    told: list[list[int]] = [[] for _ in range(size)]
+    size = len(shards)
+    told: list[list[int]] = [[] for _ in shards]
     whole, meeting = fresh(), Meeting(size)
-    sharding.check_config(whole.config, size)
+    sharding.check_config(whole.config, size, shards[0].has_whole_experts)
     wanted = whole(input_ids=ids, use_cache=False).logits
     got: dict[int, torch.Tensor] = {}
     models = [fresh() for _ in range(size)]  # one by one: transformers patches its own classes while it loads
@@ -308,8 +369,8 @@ def test_a_cut_model_says_what_the_whole_one_says(name: str, size: int, tmp_path
     def run(rank: int) -> None:
         model = models[rank]
         probe = probe_model(model, 64)
-        cuts = sharding.shard_model(model, Shard(rank, size), probe)
-        sharding.check_shapes(model, probe, range(len(probe.layers)), Shard(rank, size))
+        cuts = sharding.shard_model(model, shards[rank], probe)
+        sharding.check_shapes(model, probe, range(len(probe.layers)), shards[rank])
         set_attention(model, "eager")
         connect(cuts, ThreadRank(meeting, rank), told[rank].append)
         with torch.inference_mode():
@@ -323,3 +384,4 @@ def test_a_cut_model_says_what_the_whole_one_says(name: str, size: int, tmp_path
     for rank in range(size):
         torch.testing.assert_close(got[rank], wanted, rtol=1e-4, atol=1e-4)
         assert told[rank] == list(range(whole.config.num_hidden_layers))
+    return models
