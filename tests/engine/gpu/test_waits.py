@@ -10,19 +10,28 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention import hooks
 from engine.attention.flashinfer.backend import FlashInferBackend
 from engine.attention.flashinfer.wrappers import FlashInfer
+from engine.attention.probe import Probe
 from engine.attention.torch_backend import TorchBackend
 from engine.device import Capture
 from engine.engine import Engine
 from engine.loading import load as loading
 from engine.loading.gpu import GpuPlatform
 from engine.options import EngineOptions
+from engine.paged_model import PagedModel
+from engine.parallel import sharding
+from engine.parallel.meetings import connect, nobody
+from engine.parallel.shard import Shard
 from engine.types import PENDING, Adapter, Chunk, SampleSpec, SamplingParams, Step
+from engine.weights import experts
+from engine.weights.config import ServedConfig
+from engine.weights.loader import set_attention
 from tests.adapters import adapter_at, make_adapter
 from tests.engine.attention import fake_flashinfer
 from tests.engine.gpu.fake_cuda import GPU, FakeGpu, Waits, fake_gpu, is_on_gpu, move
-from tests.engine.rehearsal import rehearse, run_again
+from tests.engine.rehearsal import RehearsedGpu, rehearse, run_again
 from tests.engine.sampling.test_device import WAYS, spec
 from tests.zoo import make_tiny_model
 
@@ -177,6 +186,46 @@ def test_experts_as_transformers_chooses_on_a_gpu(folder: Path) -> None:
     loaded.model.module.set_experts_implementation(loaded.model.module.get_correct_experts_implementation(None))
     with fake_gpu(folder) as gpu:
         engine = on_fake_gpu(loaded, gpu, EngineOptions(model=model, **options), decode="tensor")
+        steps: Any = engine.steps
+        assert steps.graphs.sizes == (1, 2, 4)
+        begin(engine, *(chunk(row, 0, [5, 6, 7]) for row in range(ROWS)))
+        begin(engine, *(chunk(row, 3, [PENDING]) for row in range(ROWS)))
+
+
+class Unmet:
+    """Collectives of a rank that nobody else answers, of two."""
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], dim=-1)
+
+
+class OneOfTwo(RehearsedGpu):
+    """Prepares the part of a rank, as its process does."""
+
+    def __init__(self, has_whole_experts: bool) -> None:
+        super().__init__("tensor", True, fake_flashinfer)
+        self._shard = Shard(1, 2, has_whole_experts)
+
+    def prepare(self, module: Any, probe: Probe, options: EngineOptions, served: ServedConfig) -> PagedModel:
+        cuts = sharding.shard_model(module, self._shard, probe)
+        part = sharding.check_shapes(module, probe, served.max_len, self._shard)
+        set_attention(module, hooks.SERVE)
+        experts.choose_form(module, GPU)
+        model = super().prepare(module, part, options, served)
+        connect(cuts, Unmet(), nobody)
+        return model
+
+
+@pytest.mark.parametrize("has_whole_experts", [False, True])
+def test_experts_of_a_rank_that_were_cut_on_the_host(folder: Path, has_whole_experts: bool) -> None:
+    model = str(make_tiny_model("qwen3_moe", folder / f"ranks-{has_whole_experts}"))
+    options = EngineOptions(model=model, parity_check=False, **OPTIONS | {"dtype": "bfloat16"})
+    loaded = Engine.load(options, platform=OneOfTwo(has_whole_experts))
+    with fake_gpu(folder) as gpu:
+        engine = on_fake_gpu(loaded, gpu, options, decode="tensor")
         steps: Any = engine.steps
         assert steps.graphs.sizes == (1, 2, 4)
         begin(engine, *(chunk(row, 0, [5, 6, 7]) for row in range(ROWS)))

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +29,13 @@ from engine.parallel.mirror import chunks_frame, step_of
 from engine.parallel.process_group import check_gpus
 from engine.parallel.processes import SEND_TIMEOUT_S, Processes
 from engine.types import PENDING, Chunk, LengthRope, ModelInfo, SampleSpec, SamplingParams, Step
+from engine.weights import experts
 from tests.engine.attention import fake_flashinfer
 from tests.engine.parallel.test_tensor_parallel import GREEDY, SEEDED, load, tokens_of, wait_until_gone
 from tests.engine.rehearsal import RehearsedGpu, rehearse
 from tests.engine.test_engine import greedy, prompts, save
 from tests.engine.test_rehearsal import counted_replays, overlapped
+from tests.zoo import make_tiny_model
 
 LENGTHS = (21, 5, 33)
 NEW_TOKENS = 6
@@ -125,6 +128,25 @@ def check_steps_of_each_stage(one: Engine, many: Engine) -> None:
         last = [[token.token_id] for [token] in got]
     with pytest.raises(AssertionError, match="does not know what the last one draws"):
         many.begin(step(2, [PENDING], 9))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_ranks_compute_experts_in_one_product_as_a_single_gpu_does(
+    is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = str(make_tiny_model("qwen3_moe", tmp_path / "model"))
+    one, choose = rehearse(directory), experts.choose_form
+    monkeypatch.setattr(leader, "Processes", RanksInThreads)
+    monkeypatch.setattr(experts, "choose_form", lambda model, _: choose(model, torch.device("cuda")))
+    two = rehearse(directory, tensor_parallel=2, expert_parallel=is_whole, collectives="process_group")
+    replays = counted_replays(two)
+    try:
+        assert two.model.module.config._experts_implementation == "grouped_mm"
+        wanted = greedy(one, prompts(LENGTHS), NEW_TOKENS, chunk=16)
+        assert greedy(two, prompts(LENGTHS), NEW_TOKENS, chunk=16) == wanted
+        assert replays
+    finally:
+        two.close()
 
 
 def test_a_group_between_processes_gives_the_same_tokens_and_ends_with_a_lost_one(directory: str) -> None:
