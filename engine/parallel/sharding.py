@@ -67,12 +67,13 @@ def plan_of(config: Any, size: int) -> Mapping[str, str]:
 
 def check_config(config: Any, size: int, has_whole_experts: bool = False) -> None:
     """Raise UnsupportedModel for a model that cannot be cut in `size`: what its config says, before its weights."""
-    has_experts = EXPERTS in plan_of(config, size).values()
+    are_experts_cut = EXPERTS in plan_of(config, size).values()
     text = config.get_text_config()
-    num_experts = next((n for key in NUM_EXPERTS if (n := getattr(text, key, None))), 0) if has_experts else 0
-    if has_whole_experts and not num_experts:
+    num_experts = next((n for key in NUM_EXPERTS if (n := getattr(text, key, None))), 0)
+    if has_whole_experts and not (num_experts and are_experts_cut):
         name = (config.architectures or [type(config).__name__])[0]
-        raise UnsupportedModel(f"expert_parallel is true, and {name} has no experts; leave it out")
+        why = "does not cut its experts by its tensor-parallel plan" if num_experts else "has no experts"
+        raise UnsupportedModel(f"expert_parallel is true, and {name} {why}; leave it out")
     counts = _counts(text, num_experts if has_whole_experts else 0)
     good = _degrees(text, counts)
     if size in good:
@@ -82,7 +83,7 @@ def check_config(config: Any, size: int, has_whole_experts: bool = False) -> Non
         ("KV heads", _kv_heads(text)),
     )
     mends = [str(degree) for degree in good]
-    if num_experts and not has_whole_experts and size in _degrees(text, _counts(text, num_experts)):
+    if num_experts and are_experts_cut and not has_whole_experts and size in _degrees(text, _counts(text, num_experts)):
         mends.append(f"{size} with expert_parallel: true")
     raise UnsupportedModel(f"tensor_parallel is {size}, which does not divide {count} {what}; give {_listed(mends)}")
 

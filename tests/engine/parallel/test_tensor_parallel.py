@@ -332,6 +332,8 @@ def test_a_cut_model_says_what_the_whole_one_says(name: str, size: int, tmp_path
 @pytest.mark.parametrize("form", ["eager", "grouped_mm"])
 @pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in EXPERTS), ("mixtral", 4), ("deepseek_v3", 4)])
 def test_a_model_whose_ranks_have_whole_experts_says_the_same(name: str, size: int, form: str, tmp_path: Path) -> None:
+    if name == "qwen2_moe" and sharding.EXPERTS not in transformers.Qwen2MoeConfig.base_model_tp_plan.values():
+        pytest.skip("this transformers cuts none of its experts")
     shards = [Shard(rank, size, has_whole_experts=True) for rank in range(size)]
     cut, *_ = says_what_the_whole_one_says(name, shards, form, tmp_path)
     own = {module for module in cut.modules() if isinstance(module, OwnExperts)}
