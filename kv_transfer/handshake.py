@@ -14,7 +14,7 @@ from pathlib import Path
 from engine.pages.layout import KvLayout
 from kvrelay.v1 import worker_pb2
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 @cache

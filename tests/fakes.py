@@ -19,7 +19,7 @@ from engine.pages.pool import pages_for
 from engine.types import SamplingParams, finish_reason
 from kvrelay.v1 import generate_pb2, worker_pb2_grpc
 from kvrelay.v1 import worker_pb2 as pb
-from worker.convert import FINISH_REASON_TO_PROTO, sampling_from_proto
+from worker.convert import FINISH_REASON_TO_PROTO, add_token, sampling_from_proto
 from worker.wire.rpc import bind, make_server, secret_door
 from worker.wire.tls import TlsFiles
 
@@ -185,7 +185,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self, router_id: str, *, tokens: Sequence[pb.TokenOutput] = (), events: Sequence[pb.RequestEvent] = ()
     ) -> None:
         if out := self.up.get(router_id):
-            out.put_nowait(pb.WorkerMessage(outputs=pb.Outputs(tokens=tokens, events=events)))
+            outputs = pb.Outputs(events=events)
+            for token in tokens:
+                add_token(outputs, token)
+            out.put_nowait(pb.WorkerMessage(outputs=outputs))
 
     def event(self, state: pb.RequestState, kind: pb.EventKind, **more: object) -> pb.RequestEvent:
         return pb.RequestEvent(

@@ -136,6 +136,17 @@ def token_output(
     return output
 
 
+def add_token(outputs: pb.Outputs, token: pb.TokenOutput) -> None:
+    """To the columns, if it brings nothing but itself."""
+    brings_numbers = token.finish_reason or token.drafted or token.HasField("logprobs")
+    if brings_numbers or token.prompt_logprobs or token.heavy_pages or token.hypotheses:
+        outputs.tokens.append(token)
+        return
+    outputs.request_ids.append(token.request_id)
+    outputs.indexes.append(token.index)
+    outputs.token_ids.append(token.token_id)
+
+
 def failure_cause(token: SampledToken) -> pb.FailureCause:
     """Of one that could not be drawn."""
     return pb.FAILURE_CAUSE_REQUEST if token.is_own_fault else pb.FAILURE_CAUSE_STEP

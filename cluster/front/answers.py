@@ -37,9 +37,9 @@ class ChoiceAnswer:
         )
         self.num_tokens = 0
 
-    def response(self, tokens: Sequence[pb.TokenOutput], finish: FinishReason | None) -> generate_pb2.GenerateResponse:
+    def response(self, update: ChoiceUpdate) -> generate_pb2.GenerateResponse:
         """The message for these tokens. If they complete a stop string it ends the choice, whatever `finish` says."""
-        ids = [token.token_id for token in tokens]
+        ids, details, finish = update.ids, update.details, update.finish
         # A token that ended the request by its id (EOS, stop_token_ids) is part of the tokens, not of the text.
         shown = ids[:-1] if finish is FinishReason.STOP else ids
         text = self._text.push(shown)
@@ -53,31 +53,38 @@ class ChoiceAnswer:
         response = generate_pb2.GenerateResponse(
             request_id=self._request_id, index=self._index, text=text, token_ids=ids
         )
-        if tokens and tokens[0].HasField("logprobs"):
-            response.logprobs.extend(token.logprobs for token in tokens[: len(ids)])
-        if tokens and not self.num_tokens:
-            response.prompt_logprobs.extend(tokens[0].prompt_logprobs)
-        if tokens and tokens[0].hypotheses:
-            response.score = tokens[0].hypotheses[0].score
+        if details:
+            self._add_details(response, details[: len(ids)])
         self.num_tokens += len(ids)
         if finish is not None:
             response.finish_reason = FINISH_REASON_TO_PROTO[finish]
             response.stop_string = self._text.stop_string or ""
         return response
 
+    def _add_details(self, response: generate_pb2.GenerateResponse, details: Sequence[pb.TokenOutput]) -> None:
+        """Log-probabilities have come with every token, or with none."""
+        first = details[0]
+        if first.HasField("logprobs"):
+            response.logprobs.extend(each.logprobs for each in details)
+        if not self.num_tokens:
+            response.prompt_logprobs.extend(first.prompt_logprobs)
+        if first.hypotheses:
+            response.score = first.hypotheses[0].score
 
-def merged(updates: Sequence[ChoiceUpdate]) -> list[tuple[int, list[pb.TokenOutput], FinishReason | None]]:
-    """One entry for each choice, in the order in which they came first."""
+
+def merged(updates: Sequence[ChoiceUpdate]) -> Sequence[ChoiceUpdate]:
+    """One for each choice, in the order in which they came first."""
     if len(updates) == 1:
-        return [(updates[0].choice, updates[0].tokens, updates[0].finish)]
+        return updates
     merged: dict[int, ChoiceUpdate] = {}
     for update in updates:
         if known := merged.get(update.choice):
-            known.tokens += update.tokens
+            known.ids += update.ids
+            known.details += update.details
             known.finish = update.finish or known.finish
         else:
-            merged[update.choice] = ChoiceUpdate(update.choice, [*update.tokens], update.finish)
-    return [(update.choice, update.tokens, update.finish) for update in merged.values()]
+            merged[update.choice] = ChoiceUpdate(update.choice, [*update.ids], update.details, update.finish)
+    return [*merged.values()]
 
 
 def conclude(response: generate_pb2.GenerateResponse, submission: Submission, num_tokens: int) -> None:

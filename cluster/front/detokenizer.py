@@ -14,7 +14,7 @@ changes text that has been sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from engine.types import InvalidRequest
@@ -61,14 +61,17 @@ class Detokenizer:
         """Whether a stop string was found. What is pushed later is ignored."""
         return self.stop_string is not None
 
-    def push(self, token_ids: Iterable[int]) -> str:
+    def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens make certain; often that of the last but one."""
+        if self._stream is None:
+            self.num_tokens += len(token_ids)
+            return ""
         if self.stopped:
             return ""
         pieces = []
         for token_id in token_ids:
             self.num_tokens += 1
-            if self._stream is not None and (text := self._stream.push(token_id)):
+            if text := self._stream.push(token_id):
                 pieces.append(self._release(text))
                 if self.stopped:
                     break

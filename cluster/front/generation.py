@@ -109,13 +109,13 @@ class Generation:
         try:
             while running:
                 updates = await submission.updates()
-                for index, tokens, finish in merged(unfolded(updates)):
-                    if index not in running:
+                for update in merged(unfolded(updates)):
+                    if update.choice not in running:
                         continue  # came before the workers heard of the stop string
-                    response = answers[index].response(tokens, finish)
+                    response = answers[update.choice].response(update)
                     if response.finish_reason:
-                        running.discard(index)
-                        router.stop_choice(submission, index)
+                        running.discard(update.choice)
+                        router.stop_choice(submission, update.choice)
                         if not running:
                             conclude(response, submission, sum(answer.num_tokens for answer in answers))
                     meter.deliver(len(response.token_ids))

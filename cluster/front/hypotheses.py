@@ -11,13 +11,12 @@ from worker.convert import FINISH_REASON_FROM_PROTO
 
 
 def unfolded(updates: Sequence[ChoiceUpdate]) -> Sequence[ChoiceUpdate]:
-    """One for each hypothesis, which its first token tells of. What no search brought is as it was."""
-    if not updates or not updates[0].tokens or not updates[0].tokens[0].hypotheses:
+    """One for each hypothesis, which its details tell of. What no search brought is as it was."""
+    if not updates or not updates[0].details or not updates[0].details[0].hypotheses:
         return updates
-    return [_answer(number, each) for number, each in enumerate(updates[0].tokens[0].hypotheses)]
+    return [_answer(number, each) for number, each in enumerate(updates[0].details[0].hypotheses)]
 
 
 def _answer(number: int, found: pb.Hypothesis) -> ChoiceUpdate:
-    tokens = [pb.TokenOutput(token_id=token_id, index=at) for at, token_id in enumerate(found.token_ids)]
-    tokens[0].hypotheses.append(found)
-    return ChoiceUpdate(number, tokens, FINISH_REASON_FROM_PROTO[found.finish_reason])
+    details = pb.TokenOutput(hypotheses=[found])
+    return ChoiceUpdate(number, list(found.token_ids), (details,), FINISH_REASON_FROM_PROTO[found.finish_reason])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import grpc
@@ -29,7 +29,6 @@ from cluster.router.monitoring.metrics import RouterMetrics
 from cluster.router.policy import RouterPolicy
 from cluster.router.served_model import ServedModel
 from engine.types import FinishReason
-from kvrelay.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
@@ -249,16 +248,16 @@ class Dispatcher:
 
     # endings
 
-    def end(self, live: LiveRequest, finish: FinishReason, tokens: Sequence[pb.TokenOutput] = ()) -> None:
+    def end(self, live: LiveRequest, last: ChoiceUpdate) -> None:
         """A choice is complete."""
         submission = self.submission_of(live)
         self._forget(live)
         self._policy.on_finished(live.wire_id)
         self._charge(live)
-        live.finish = finish
+        live.finish = last.finish
         live.timeline.finish(self._clock())
         submission.num_running -= 1
-        submission.put(ChoiceUpdate(live.choice, list(tokens), finish))
+        submission.put(last)
         self._metrics.on_finished(live, self._policy.options.targets_s)
         self._kept.end(live, "finished")
         if submission.num_running == 0:

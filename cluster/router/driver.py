@@ -40,7 +40,7 @@ from cluster.router.takers import Takers, why_alone, without
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
-from worker.convert import FINISH_REASON_FROM_PROTO, page_news_from_proto, step_costs_from_proto
+from worker.convert import page_news_from_proto, step_costs_from_proto
 from worker.options import report_gap_s
 from worker.recording import record_calls
 from worker.roles import PHASES, ROLES, kind_of
@@ -196,7 +196,7 @@ class Router:
         live = submission.choices[choice]
         if live.finish is None:
             self._dispatcher.cancel_at_workers(live, "a stop string ended it")
-            self._dispatcher.end(live, FinishReason.STOP)
+            self._dispatcher.end(live, ChoiceUpdate(choice, [], finish=FinishReason.STOP))
 
     def drain(self, name: str, *, undo: bool = False, force: bool = False) -> None:
         """Have a worker take nothing new, and left by what it decodes; or take it back. Raises RequestFailed."""
@@ -370,19 +370,12 @@ class Router:
                 self._on_event(link, live, event, link.clock.to_router_s(event.at_ns, now))
             elif event.kind in BEGINNINGS:
                 link.cancel(event.request_id, "it has ended here")  # our cancel overtook it
-        name, get = link.name, self._dispatcher.get
+        columns = outputs.request_ids[:], outputs.indexes[:], outputs.token_ids[:]  # lists, which are read faster
+        for request_id, index, token_id in zip(*columns, strict=True):
+            self._on_token(link.name, request_id, index, token_id, None, now)
         for token in outputs.tokens:
-            live = get(token.request_id)
-            if live is None:
-                self.metrics.counts["stale_tokens"] += 1
-                continue
-            if not live.has_first_token and name == live.prefill and not live.num_beams:
-                self._on_read(live, now)
-            if live.past.deaths and name == live.decode:
-                self._on_suspect_decoded(live)
-            if ready := live.take(token):
-                self._deliver(live, ready, now)
-        if outputs.tokens and link.name in self.policy.health.steps:
+            self._on_token(link.name, token.request_id, token.index, token.token_id, token, now)
+        if (columns[0] or outputs.tokens) and link.name in self.policy.health.steps:
             self.policy.on_stepped(link.name)
         for event in endings:
             if event.cause == pb.FAILURE_CAUSE_PEER:
@@ -390,6 +383,20 @@ class Router:
             elif live := self._dispatcher.get(event.request_id):
                 self._on_ending(link, live, event, now)
         self._dispatcher.pump()
+
+    def _on_token(
+        self, worker: str, wire_id: str, index: int, token_id: int, details: pb.TokenOutput | None, now: float
+    ) -> None:
+        live = self._dispatcher.get(wire_id)
+        if live is None:
+            self.metrics.counts["stale_tokens"] += 1
+            return
+        if not live.has_first_token and worker == live.prefill and not live.num_beams:
+            self._on_read(live, now)
+        if live.past.deaths and worker == live.decode:
+            self._on_suspect_decoded(live)
+        if (ready := live.take(index, token_id, details)) is not None:
+            self._deliver(live, ready, now)
 
     def _on_read(self, live: LiveRequest, now: float) -> None:
         """Its prefill is done."""
@@ -516,18 +523,18 @@ class Router:
         self.metrics.counts["circuits_opened"] = self.policy.health.num_opened
         self._dispatcher.retry(live, retry)
 
-    def _deliver(self, live: LiveRequest, tokens: list[pb.TokenOutput], now: float) -> None:
-        self._note_first_token(live, now)
-        num_tokens = len(live.output_ids) if live.num_beams else len(tokens)
-        self.metrics.on_tokens(num_tokens, now - live.last_token_s if live.last_token_s else None)
+    def _deliver(self, live: LiveRequest, ready: ChoiceUpdate, now: float) -> None:
+        gap_s = now - live.last_token_s if live.last_token_s else None
+        if gap_s is None:
+            self._note_first_token(live, now)
+        self.metrics.on_tokens(len(live.output_ids) if live.num_beams else len(ready.ids), gap_s)
         live.last_token_s = now
         submission = self._dispatcher.submission_of(live)
-        finish = FINISH_REASON_FROM_PROTO.get(tokens[-1].finish_reason)
-        if finish is None:
-            submission.put(ChoiceUpdate(live.choice, tokens))
+        if ready.finish is None:
+            submission.put(ready)
         else:
-            self._dispatcher.end(live, finish, tokens)
-        if too_much := self.unread.put(submission, len(tokens)):
+            self._dispatcher.end(live, ready)
+        if too_much := self.unread.put(submission, len(ready.ids)):
             most, why = too_much
             most.on_unread(most, why)  # another model's, perhaps
 

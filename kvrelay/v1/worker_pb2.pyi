@@ -343,12 +343,18 @@ class RequestEvent(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., kind: _Optional[_Union[EventKind, str]] = ..., at_ns: _Optional[int] = ..., reason: _Optional[str] = ..., receipt: _Optional[_Union[_generate_pb2.HandoffReceipt, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., decode_worker: _Optional[str] = ..., cause: _Optional[_Union[FailureCause, str]] = ..., peer: _Optional[str] = ..., move: _Optional[int] = ..., trace: _Optional[_Union[Trace, _Mapping]] = ...) -> None: ...
 
 class Outputs(_message.Message):
-    __slots__ = ("tokens", "events")
+    __slots__ = ("tokens", "events", "request_ids", "indexes", "token_ids")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[TokenOutput]
     events: _containers.RepeatedCompositeFieldContainer[RequestEvent]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenOutput, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ...) -> None: ...
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[_Union[TokenOutput, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., request_ids: _Optional[_Iterable[str]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks", "step_costs", "prompt_share", "found_pages", "lost_pages", "pages_anew", "drained")

@@ -14,13 +14,15 @@ from unittest import mock
 
 import pytest
 
-from cluster.router.live.requests import LiveRequest
+from cluster.router.live.requests import ChoiceUpdate, LiveRequest
 from engine.pages.rows import PageRows
 from kv_transfer.lease import Ended, LeaseTable
+from kvrelay.v1 import worker_pb2 as pb
 from tests.protocol.explore import Broken, Explorer, replay, walk
 from tests.protocol.faults import KINDS
 from tests.protocol.process import Process
 from tests.protocol.setting import Setting
+from worker.convert import FINISH_REASON_FROM_PROTO
 
 ALL = tuple(KINDS)
 MOVES = Setting(decode=2, max_tokens=8, faults=("drain",), reports=True)
@@ -91,9 +93,10 @@ def end_at_once(table: LeaseTable[str], key: str, *args: object) -> Ended[str] |
     return Ended(lease=table._remove(lease), released=True) if lease is not None else None
 
 
-def take_twice(live: LiveRequest, token: Any) -> list[Any]:
-    live.output_ids.append(token.token_id)
-    return [token]
+def take_twice(live: LiveRequest, _: int, token_id: int, details: pb.TokenOutput | None) -> ChoiceUpdate:
+    live.output_ids.append(token_id)
+    last = None if details is None else FINISH_REASON_FROM_PROTO.get(details.finish_reason)
+    return ChoiceUpdate(live.choice, [token_id], finish=last)
 
 
 def move_nothing(*_: object) -> None: ...

@@ -45,8 +45,7 @@ class Client:
 
     def take(self) -> None:
         if self.submission is not None:
-            updates, self.submission._updates = self.submission._updates, []
-            self.tokens += [token.token_id for update in updates for token in update.tokens]
+            self.tokens += [token_id for update in self.submission.take() for token_id in update.ids]
 
 
 class World:

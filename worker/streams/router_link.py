@@ -13,6 +13,7 @@ from typing import TypedDict, Unpack
 
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
+from worker.convert import add_token
 
 
 class EventDetails(TypedDict, total=False):
@@ -67,7 +68,7 @@ class RouterLink:
             self._outbox.put_nowait((None, 0))
 
     def token(self, output: pb.TokenOutput) -> None:
-        self._outputs.tokens.append(output)
+        add_token(self._outputs, output)
 
     def event(self, request: pb.RequestState, kind: pb.EventKind, **details: Unpack[EventDetails]) -> None:
         event = pb.RequestEvent(request_id=request.request_id, attempt=request.attempt, kind=kind, **details)
@@ -76,6 +77,6 @@ class RouterLink:
         self._outputs.events.append(event)
 
     def flush(self) -> None:
-        if self._outputs.tokens or self._outputs.events:
+        if self._outputs.request_ids or self._outputs.tokens or self._outputs.events:
             self.put(pb.WorkerMessage(outputs=self._outputs))
             self._outputs = pb.Outputs()

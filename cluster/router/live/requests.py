@@ -27,6 +27,7 @@ from cluster.router.live.turns import Turns
 from engine.types import FinishReason
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
+from worker.convert import FINISH_REASON_FROM_PROTO
 
 MAX_MOVED = 64  # receipts of moves that are kept of a request
 MAX_AT_ONCE = 256  # tokens and log-probabilities that are made into messages in one go
@@ -65,10 +66,12 @@ class NewRequest(NamedTuple):
 
 @dataclass(slots=True)
 class ChoiceUpdate:
-    """What has come for one choice. `finish` is set with its last."""
+    """What has come for one choice. `details`: of the tokens that bring more than themselves. `finish` is set with its
+    last."""
 
     choice: int
-    tokens: list[pb.TokenOutput]
+    ids: list[int]
+    details: tuple[pb.TokenOutput, ...] = ()
     finish: FinishReason | None = None
 
 
@@ -114,7 +117,7 @@ class LiveRequest:
     finish: FinishReason | None = None
     last_token_s: float = 0.0
     _computed_len: int = 0  # of the sequence, in earlier attempts, at most
-    _early: dict[int, pb.TokenOutput] = field(default_factory=dict)
+    _early: dict[int, tuple[int, pb.TokenOutput | None]] = field(default_factory=dict)
     num_beams: int = field(init=False)  # 0: no beam search; asked for with its tokens: a message is slow to say so
 
     def __post_init__(self) -> None:
@@ -137,29 +140,36 @@ class LiveRequest:
     def tokens_left(self) -> int:
         return int(self.sampling.max_tokens) - len(self.output_ids)
 
-    def take(self, token: pb.TokenOutput) -> list[pb.TokenOutput]:
-        """The tokens that this one lets out, in order: none if it is early or was delivered before. A search's output
-        counts as all tokens of its hypotheses."""
-        outputs, index = self.output_ids, token.index
-        if token.hypotheses and not outputs:
-            outputs += [token_id for each in token.hypotheses for token_id in each.token_ids]
-            return [token]
+    def take(self, index: int, token_id: int, details: pb.TokenOutput | None = None) -> ChoiceUpdate | None:
+        """What this token lets out, in order: nothing if it is early or was delivered before. `details`: what else it
+        brings. A search's output counts as all tokens of its hypotheses."""
+        outputs = self.output_ids
         if index != len(outputs):
             if index > len(outputs):
-                self._early[index] = token
-            return []
-        if token.heavy_pages:
-            self.heavy_pages = tuple(token.heavy_pages)
-        outputs.append(token.token_id)
-        ready = [token]
+                self._early[index] = token_id, details
+            return None
+        ready = ChoiceUpdate(self.choice, [token_id])
+        if details is not None:
+            self._take_details(ready, details)
+            if details.hypotheses:
+                outputs += [token_id for each in details.hypotheses for token_id in each.token_ids]
+                return ready
+        outputs.append(token_id)
         while self._early and (early := self._early.pop(len(outputs), None)) is not None:
-            outputs.append(early.token_id)
-            ready.append(early)
-        for each in ready:
-            if each.drafted:
-                self.drafted_tokens += each.drafted
-                self.accepted_tokens += each.accepted
+            token_id, details = early
+            outputs.append(token_id)
+            ready.ids.append(token_id)
+            if details is not None:
+                self._take_details(ready, details)
         return ready
+
+    def _take_details(self, ready: ChoiceUpdate, details: pb.TokenOutput) -> None:
+        ready.details += (details,)
+        ready.finish = FINISH_REASON_FROM_PROTO.get(details.finish_reason)
+        if details.heavy_pages:
+            self.heavy_pages = tuple(details.heavy_pages)
+        self.drafted_tokens += details.drafted
+        self.accepted_tokens += details.accepted
 
     def on_prefill_started(self, cached_tokens: int) -> None:
         """Count what is computed a second time: all that earlier attempts had, less what a cache still holds."""
@@ -240,13 +250,14 @@ class Submission:
         self.timers: list[asyncio.TimerHandle] = []  # cancelled with the end
         self.error: RequestFailed | None = None
         self.num_running = len(choices)
-        self._updates_at_once = max(1, MAX_AT_ONCE // (1 + choices[0].sampling.logprobs))
+        self._tokens_at_once = max(1, MAX_AT_ONCE // (1 + choices[0].sampling.logprobs))
         self._turns = turns
         self._bundles = bundles or Bundles()
         self.on_unread: Callable[[Submission, str], None] = _nobody  # it ends, for its tokens are not read
         self._has_begun = False  # its first tokens were taken
         self._is_keeping = False  # tokens that come do not wake the reader
         self._updates: list[ChoiceUpdate] = []
+        self._num_tokens = 0  # of them
         self._waiter: asyncio.Future[None] | None = None
 
     @classmethod
@@ -293,8 +304,15 @@ class Submission:
         return self.is_over or any(update.finish is not None for update in self._updates)
 
     def put(self, update: ChoiceUpdate) -> None:
-        self._updates.append(update)
-        if not self._is_keeping or update.finish is not None or len(self._updates) >= self._updates_at_once // 2:
+        last = self._updates[-1] if self._updates else None
+        if last is not None and last.choice == update.choice and len(last.ids) < self._tokens_at_once // 2:
+            last.ids += update.ids
+            last.details += update.details
+            last.finish = update.finish
+        else:
+            self._updates.append(update)
+        self._num_tokens += len(update.ids)
+        if not self._is_keeping or update.finish is not None or self._num_tokens >= self._tokens_at_once // 2:
             self._wake()
 
     def fail(self, error: RequestFailed) -> None:
@@ -304,6 +322,7 @@ class Submission:
     def drop_updates(self, error: RequestFailed) -> None:
         """Nobody reads them: the reader gets the error at once."""
         self._updates.clear()
+        self._num_tokens = 0
         self.fail(error)
 
     async def updates(self) -> list[ChoiceUpdate]:
@@ -324,8 +343,20 @@ class Submission:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._has_begun = True
-        updates = self._updates[: self._updates_at_once]
-        del self._updates[: self._updates_at_once]
+        return self.take()
+
+    def take(self) -> list[ChoiceUpdate]:
+        """Of what has come the first, as much as is made into messages in one go."""
+        if self._num_tokens <= self._tokens_at_once:
+            updates, self._updates, self._num_tokens = self._updates, [], 0
+            return updates
+        count = num_tokens = 0
+        while num_tokens < self._tokens_at_once:
+            num_tokens += len(self._updates[count].ids)
+            count += 1
+        updates = self._updates[:count]
+        del self._updates[:count]
+        self._num_tokens -= num_tokens
         return updates
 
     async def _keep(self, seconds: float) -> None:

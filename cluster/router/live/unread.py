@@ -49,7 +49,7 @@ class Unread:
     def release(self, submission: Submission, updates: Sequence[ChoiceUpdate]) -> None:
         """These were read."""
         if (unread := self._of.get(submission)) is not None:
-            num_bytes = sum([len(update.tokens) for update in updates]) * unread.token_bytes
+            num_bytes = sum([len(update.ids) for update in updates]) * unread.token_bytes
             unread.num_bytes -= num_bytes
             self.total_bytes -= num_bytes
 

@@ -10,8 +10,8 @@ import pytest
 from cluster.front.answers import ChoiceAnswer
 from cluster.front.http.chat import Marks
 from cluster.front.http.parsing import AnswerParser, Part, texts_of
+from cluster.router.live.requests import ChoiceUpdate
 from engine.types import FinishReason, SamplingParams
-from kvrelay.v1 import worker_pb2
 from tests.cluster.front.http.harness import words
 
 pytestmark = pytest.mark.unit
@@ -128,7 +128,7 @@ def test_an_answer_reads_no_tokenizer_for_its_special_tokens(monkeypatch: pytest
     codec = words()
     assert codec.special_ids
     monkeypatch.setattr("cluster.front.detokenizer.special_ids", lambda _: pytest.fail("read anew"))
-    tokens = [worker_pb2.TokenOutput(token_id=token_id) for token_id in (5, 40, 6)]
+    update = ChoiceUpdate(0, [5, 40, 6], finish=FinishReason.LENGTH)
     for shown, text in ((frozenset[int](), "w5 w6"), (frozenset({40}), "w5 [TOOL_CALLS] w6")):
-        answer = ChoiceAnswer("r", 0, SamplingParams(), codec, shown).response(tokens, FinishReason.LENGTH)
+        answer = ChoiceAnswer("r", 0, SamplingParams(), codec, shown).response(update)
         assert answer.text == text

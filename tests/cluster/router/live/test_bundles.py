@@ -75,14 +75,19 @@ class Keeping(Bundles):
 
 
 def _token() -> ChoiceUpdate:
-    return ChoiceUpdate(0, [])
+    return ChoiceUpdate(0, [5])
+
+
+def count(updates: list[ChoiceUpdate]) -> int:
+    """Of their tokens."""
+    return sum(len(update.ids) for update in updates)
 
 
 async def _begun(bundles: Bundles) -> Submission:
     """A call whose first token was taken."""
     call = Submission.of(NEW, "router", 1, Turns(), bundles)
     call.put(_token())
-    assert len(await call.updates()) == 1
+    assert count(await call.updates()) == 1
     return call
 
 
@@ -98,13 +103,13 @@ async def test_the_first_goes_at_once_and_the_next_ones_together() -> None:
     async with asyncio.timeout(SOON_S):
         first = await _kept(call)
         call.put(_token())
-        assert len(await first) == 1
+        assert count(await first) == 1
         call.put(_token())
         second = await _kept(call)
         call.put(_token())
         call.put(_token())
         assert not second.done()
-        assert len(await second) == 3
+        assert count(await second) == 3
 
 
 async def test_where_nothing_came_while_they_would_have_been_kept_the_next_one_goes_at_once() -> None:
@@ -114,7 +119,7 @@ async def test_where_nothing_came_while_they_would_have_been_kept_the_next_one_g
         await asyncio.sleep(0.05)
         assert not taken.done()
         call.put(_token())
-        assert len(await taken) == 1
+        assert count(await taken) == 1
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
@@ -125,8 +130,8 @@ async def test_an_end_waits_for_nothing(is_waiting: bool) -> None:
         taken = asyncio.ensure_future(call.updates())
         if is_waiting:
             await asyncio.sleep(0)
-        call.put(ChoiceUpdate(0, [], FinishReason.LENGTH))
-        assert [update.finish for update in await taken] == [None, FinishReason.LENGTH]
+        call.put(ChoiceUpdate(0, [5], finish=FinishReason.LENGTH))
+        assert [(update.ids, update.finish) for update in await taken] == [([5, 5], FinishReason.LENGTH)]
 
 
 async def test_many_wait_no_longer() -> None:
@@ -135,7 +140,7 @@ async def test_many_wait_no_longer() -> None:
         taken = await _kept(call)
         for _ in range(MAX_AT_ONCE // 2):
             call.put(_token())
-        assert len(await taken) == MAX_AT_ONCE // 2
+        assert count(await taken) == MAX_AT_ONCE // 2
 
 
 async def test_a_failure_waits_for_nothing_and_what_came_before_it_is_told_first() -> None:
@@ -144,7 +149,7 @@ async def test_a_failure_waits_for_nothing_and_what_came_before_it_is_told_first
         taken = await _kept(call)
         call.put(_token())
         call.fail(RequestFailed(grpc.StatusCode.UNAVAILABLE, "gone"))
-        assert len(await taken) == 1
+        assert count(await taken) == 1
         with pytest.raises(RequestFailed, match="gone"):
             await call.updates()
 
@@ -159,4 +164,4 @@ async def test_a_reader_that_goes_while_tokens_are_kept_leaves_no_timer() -> Non
     await asyncio.sleep(0.05)
     call.put(_token())
     bundles.seconds = 0.0
-    assert len(await call.updates()) == 1
+    assert count(await call.updates()) == 1

@@ -23,21 +23,19 @@ def live(prompt_len: int = 8, max_tokens: int = 10) -> LiveRequest:
     )
 
 
-def token(index: int) -> pb.TokenOutput:
-    return pb.TokenOutput(request_id="r/a", index=index, token_id=100 + index)
-
-
-def indices(tokens: list[pb.TokenOutput]) -> list[int]:
-    return [t.index for t in tokens]
+def taken(request: LiveRequest, index: int) -> list[int]:
+    """The indexes of what the token lets out."""
+    ready = request.take(index, 100 + index)
+    return [] if ready is None else [token_id - 100 for token_id in ready.ids]
 
 
 def test_an_early_token_waits_and_a_late_one_is_dropped() -> None:
     request = live()
-    assert indices(request.take(token(1))) == []
-    assert indices(request.take(token(2))) == []
-    assert indices(request.take(token(0))) == [0, 1, 2]
-    assert indices(request.take(token(1))) == []
-    assert indices(request.take(token(3))) == [3]
+    assert taken(request, 1) == []
+    assert taken(request, 2) == []
+    assert taken(request, 0) == [0, 1, 2]
+    assert taken(request, 1) == []
+    assert taken(request, 3) == [3]
     assert request.output_ids == [100, 101, 102, 103]
 
 
@@ -48,21 +46,21 @@ def test_any_order_with_repeats_is_delivered_once_and_in_order(seed: int) -> Non
     rng.shuffle(arrivals)
     request, delivered = live(max_tokens=20), []
     for index in arrivals:
-        delivered += indices(request.take(token(index)))
+        delivered += taken(request, index)
     assert delivered == list(range(20))
 
 
 def test_a_new_attempt_has_a_name_of_its_own_and_carries_the_tokens_so_far() -> None:
     request = live()
-    request.take(token(0))
-    request.take(token(1))
-    request.take(token(5))  # early: it will be made again
+    taken(request, 0)
+    taken(request, 1)
+    taken(request, 5)  # early: it will be made again
     request.begin_attempt(1.0, past=Past(failures=1))
     state = pb.RequestState()
     request.write(state, "router")
     assert (state.request_id, state.attempt) == ("r/a#2", 2)
     assert list(state.output_ids) == [100, 101]
-    assert indices(request.take(token(2))) == [2]
+    assert taken(request, 2) == [2]
     assert request.tokens_left == 7
 
 
@@ -72,7 +70,7 @@ def test_recomputed_tokens_are_those_that_an_earlier_attempt_had_computed_and_no
     request.on_prefill_started(cached_tokens=0)
     assert request.recomputed_tokens == 0
     for index in range(5):
-        request.take(token(index))
+        taken(request, index)
     request.begin_attempt(1.0, past=Past(failures=1))
     request.on_prefill_started(cached_tokens=64)
     assert request.recomputed_tokens == 104 - 64  # the KV of the last token had not been computed

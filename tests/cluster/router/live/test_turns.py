@@ -53,7 +53,7 @@ async def test_a_reader_takes_a_turn_for_what_has_waited_for_it_too() -> None:
         read.append(await call.updates())
 
     for call in calls:
-        call.put(ChoiceUpdate(0, []))
+        call.put(ChoiceUpdate(0, [5]))
     readers = [asyncio.ensure_future(read_one(call)) for call in calls]
     await asyncio.sleep(0)
     assert len(read) == AT_ONCE
@@ -65,8 +65,8 @@ async def test_in_one_turn_a_reader_takes_less_of_what_is_larger(logprobs: int, 
     sampling = generate_pb2.SamplingParams(max_tokens=4, logprobs=logprobs)
     call = Submission.of(NEW._replace(sampling=[sampling]), "router", 1, Turns())
     for _ in range(2 * MAX_AT_ONCE):
-        call.put(ChoiceUpdate(0, []))
-    assert len(await call.updates()) == at_once
+        call.put(ChoiceUpdate(0, [5]))
+    assert sum(len(update.ids) for update in await call.updates()) == at_once
 
 
 async def test_what_calls_had_that_end_together_is_let_go_of_a_few_at_a_time() -> None:

@@ -8,7 +8,6 @@ from cluster.router.live.requests import ChoiceUpdate, NewRequest, Submission
 from cluster.router.live.turns import Turns
 from cluster.router.live.unread import TOKEN_BYTES, Unread, token_bytes
 from kvrelay.v1 import generate_pb2
-from kvrelay.v1 import worker_pb2 as pb
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +18,7 @@ def submission(name: str, **sampling: int) -> Submission:
 
 
 def tokens(count: int) -> list[ChoiceUpdate]:
-    return [ChoiceUpdate(0, [pb.TokenOutput()]) for _ in range(count)]
+    return [ChoiceUpdate(0, [5]) for _ in range(count)]
 
 
 def test_a_request_with_too_much_ends() -> None:
