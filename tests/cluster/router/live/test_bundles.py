@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 
 import grpc
 import pytest
 
-from cluster.router.live.bundles import BUSY, IDLE, LOOK_S, UNTARGETED_S, Bundles
+from cluster.router.live.bundles import BUSY, IDLE, LOOK_S, UNTARGETED_S, Bundles, thread_wanted_s
 from cluster.router.live.requests import MAX_AT_ONCE, ChoiceUpdate, NewRequest, RequestFailed, Submission
 from cluster.router.live.turns import Turns
 from engine.types import FinishReason
@@ -21,18 +23,18 @@ SOON_S = 10.0
 
 
 class Thread:
-    """A clock, and the CPU time of a thread that is as busy as it is told to be."""
+    """A clock, and the time that is wanted of a core by a thread that is as busy as it is told to be."""
 
     def __init__(self) -> None:
-        self.now = self.cpu = 0.0
+        self.now = self.wanted = 0.0
 
     def run(self, seconds: float, *, busy: float) -> None:
         self.now += seconds
-        self.cpu += seconds * busy
+        self.wanted += seconds * busy
 
 
 def _bundles(thread: Thread, share: float = 0.5, tpot_s: float = 0.0) -> Bundles:
-    return Bundles(share, tpot_s, clock=lambda: thread.now, cpu_s=lambda: thread.cpu)
+    return Bundles(share, tpot_s, clock=lambda: thread.now, wanted_s=lambda: thread.wanted)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,15 @@ def test_tokens_are_kept_the_longer_the_busier_the_thread_is(busy: float, fullne
     assert bundles.keep_s(0.04) == pytest.approx(fullness * 0.5 * 0.04)
     thread.run(LOOK_S, busy=0.0)
     assert bundles.keep_s(0.04) == 0.0
+
+
+def test_a_thread_that_shares_its_core_has_wanted_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = tmp_path / "schedstat"
+    monkeypatch.setattr("cluster.router.live.bundles.SCHEDSTAT", told)
+    told.write_text("1500000000 2500000000 7\n")
+    assert thread_wanted_s() == 4.0
+    told.unlink()
+    assert 0 < thread_wanted_s() <= time.thread_time()
 
 
 def test_the_share_is_of_the_requests_target_then_of_the_routers_then_of_a_usual_one() -> None:
