@@ -120,8 +120,8 @@ class Placing:
             name = prefill.view.name
             if first is not None and name in shunned:
                 break  # something stands against all that are left
-            if why := self._backlog(prefill, shape):
-                return Unplaced(reason=why)
+            if why := self._backlog(prefill, shape):  # of those that can hold it, the least loaded
+                return Unplaced(reason=why, lacks_pages=shape.prompt_len > self._prefill.least_tokens)
             decode = self._decode.best(shape, self._health.shunned(past, DECODE, now, name), first=untried or name)
             if isinstance(decode, str):
                 return first or Unplaced(reason=decode, lacks_pages=True)

@@ -19,6 +19,7 @@ from cluster.router.passing import Passing
 from cluster.router.placing import Placed, Placing
 from cluster.router.takers import alone_in
 from worker.roles import kind_of
+from worker.steps.costs import StepCosts
 
 
 class Workers:
@@ -36,6 +37,7 @@ class Workers:
         self.moving = Moving(self.decode, self.health, self.placing.is_better, may_balance=may_balance)
         self.passing = Passing(self.prefill, self.decode, self.health)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
+        self._costs: dict[str, StepCosts] = {}  # by role: what one of them told last
         self._options = options
 
     def take_options(self, options: RouterOptions) -> None:
@@ -70,7 +72,8 @@ class Workers:
 
     def up(self, view: WorkerView, now: float) -> None:
         assert not self._is_known(view.name), f"{view.name} is up already"
-        empty = Report(made_s=now, available_pages=view.total_pages, is_assumed=True)
+        costs = self._costs.get(view.role)
+        empty = Report(made_s=now, available_pages=view.total_pages, is_assumed=True, costs=costs)
         phases = kind_of(view.role).phases
         decode = DecodeAccount(view, empty) if "decode" in phases else None
         if "prefill" in phases:
@@ -114,6 +117,7 @@ class Workers:
         if (known := prefill or decode) is None:
             return
         has_turned = known.report.draining != report.draining
+        report = self._with_costs(known.view.role, report)
         if prefill is not None:
             self.prefill.take_report(prefill, report)
         if decode is not None:
@@ -125,6 +129,21 @@ class Workers:
                 self.health.on_pair_told(name, peer)
         if has_turned:
             self._note_absence(now)
+
+    def _with_costs(self, role: str, report: Report) -> Report:
+        """Until a worker has measured its steps, they are taken to cost what those of another of its role do: one that
+        is new, or idle since it came, would keep all others from being predicted."""
+        if report.costs is None:
+            return replace(report, costs=self._costs[role]) if role in self._costs else report
+        if role not in self._costs:
+            accounts: list[PrefillAccount | DecodeAccount] = [*self.prefill.accounts.values()]
+            accounts += self.decode.accounts.values()
+            for account in accounts:
+                if account.view.role == role and account.report.costs is None:
+                    account.report = replace(account.report, costs=report.costs)
+                    self.decode.note(account.view.name)
+        self._costs[role] = report.costs
+        return report
 
     def _peers_lag_s(self, name: str, own_s: float) -> float:
         """The middle one of its peers'; its own, if that is nothing to speak of, or if there are none."""

@@ -123,7 +123,8 @@ def leaving(policy: RouterPolicy, *ids: str, costs: StepCosts | None = COSTS) ->
 def test_far_more_requests_than_another_has_are_shed_where_that_makes_nobody_late() -> None:
     ids = [f"r{i}" for i in range(8)]
     for tpot_ms, costs, num in ((15.0, COSTS, 1), (5.0, COSTS, 0), (15.0, None, 0)):
-        policy = policy_with("p0", "d0", "d1", options=RouterOptions(slo_tpot_ms=tpot_ms))
+        told = {"d0": {"costs": costs}, "d1": {"costs": costs}}
+        policy = policy_with("p0", "d0", "d1", options=RouterOptions(slo_tpot_ms=tpot_ms), **told)
         running(policy, *ids)
         assert len(leaving(policy, *ids, costs=costs)) == num, (tpot_ms, costs)
         policy.check_invariants()
@@ -166,6 +167,29 @@ def test_who_is_not_known_yet_is_tried() -> None:
     policy = policy_with("m0", "d0", d0={"costs": None})
     assert placed(policy, shape("a")) == ("m0", "d0")
     assert placed(policy, shape("b")) == ("m0", "m0"), "it is known when that one has had some tokens"
+
+
+def test_a_worker_without_steps_of_its_own_yet_is_taken_for_another_of_its_role() -> None:
+    """One that is new, or never had work, keeps nobody else from being predicted."""
+    late = {"waiting_tokens": 16_000, "costs": COSTS}
+    nothing: dict[str, Any] = {"costs": None}
+    for names in (("p1", "p0", "m0"), ("p0", "p1", "m0")):  # before it is known what such a worker costs, and after
+        decision = policy_with(*names, p0=late, p1=nothing, m0=BUSY).assign(shape(), 1.0)
+        assert isinstance(decision, Assigned)
+        assert (decision.prefill, decision.decode) == ("p1", "m0")
+        assert "predicted" in decision.reason, names
+
+
+def test_a_prompt_that_few_could_hold_does_not_keep_others_from_going() -> None:
+    policy = policy_with("m0", "d0", options=RouterOptions(), m0={"waiting_tokens": 40_000})
+    small = WorkerView(name="p0", role="prefill", total_pages=100, page_size=PAGE, step_tokens=2048)
+    policy.on_worker_up(small, 1.0)
+    assert not isinstance(policy.assign(shape("long", 2000), 1.0), Assigned)
+    assert not isinstance(policy.assign(shape("short", 1000), 1.0), Assigned), "it stands behind"
+    next_one = policy.next_assignable(1.0)
+    assert next_one is not None
+    assert (next_one.request_id, next_one.prefill) == ("short", "p0")
+    policy.check_invariants()
 
 
 def test_a_pair_that_cannot_hand_over_is_not_chosen() -> None:

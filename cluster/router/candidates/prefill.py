@@ -27,6 +27,7 @@ class PrefillCandidates:
     def __init__(self) -> None:
         self.accounts: dict[str, PrefillAccount] = {}
         self.most_tokens = 0  # that any of them can hold
+        self.least_tokens = 0  # that all of them can
         self._by_load = Ranking()  # those that take new requests
         self._both_by_load = Ranking()  # of these, who decode, too
         self._changed: dict[str, None] = {}
@@ -47,7 +48,8 @@ class PrefillCandidates:
 
     def _note_workers(self, changed: str) -> None:
         views = [account.view for account in self.accounts.values()]
-        self.most_tokens = max([view.total_pages * view.page_size for view in views], default=0)
+        tokens = [view.total_pages * view.page_size for view in views]
+        self.most_tokens, self.least_tokens = max(tokens, default=0), min(tokens, default=0)
         self._page_size = max([view.page_size for view in views], default=1)
         self._changed[changed] = None
 
