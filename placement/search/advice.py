@@ -18,7 +18,8 @@ OVER = 1.1  # times the goodput: where relief was tried
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """`relief`: the attainment OVER the goodput, as it is ("") and with one worker more of a role. `copies`: clusters
-    of one pair. `arrivals`: what drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any."""
+    of one pair. `arrivals`: what drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any.
+    `no_room`: which requests nobody of it can hold."""
 
     chosen: Goodput
     tried: Sequence[Goodput]
@@ -31,12 +32,14 @@ class Findings:
     asked_colocated: bool
     arrivals: str
     acceptance: float | None = None
+    no_room: str = ""
 
 
 def advise(findings: Findings) -> list[str]:
     """The most important first."""
     said = [
         _on_disaggregation(findings),
+        f"{findings.no_room}." if findings.no_room else "",
         _on_guesses(findings),
         _on_binding(findings),
         _on_copies(findings.copies),

@@ -14,6 +14,7 @@ from placement.latency.scaled import factors_of
 from placement.plan import Goodput, Interval, Plan, Pool, RatePoint
 from placement.search.advice import Findings, advise
 from placement.search.clusters import JOINT
+from placement.search.infeasible import no_room
 from placement.search.placements import Placement, goodput_problem, system_of
 from placement.search.problem import PhaseRole, PlanSearch, WorkerGoodput
 from placement.search.sizing import EstimateJob, binding_pool, estimate_job, with_one_more
@@ -97,6 +98,7 @@ class PlanAnswer:
             asked_colocated=self.question.colocated,
             arrivals=self._arrivals(),
             acceptance=self._acceptance(),
+            no_room=no_room(self.problem.traffic.source, chosen.candidate),
         )
 
     # what else is simulated

@@ -10,9 +10,12 @@ import numpy as np
 from placement.catalogs.base import Offer, PlanError
 from placement.goodput.bounds import decode_alone_s, floor_share, floors_s, mean_context, relaxed
 from placement.goodput.targets import Targets
+from placement.plan import Candidate
 from placement.search.problem import PhaseRole, PlacementProblem, SearchLog, WorkerGoodput
+from placement.workload.requests import Ints, Workload
 
 MANY = 1 << 20  # GPUs: as many as any worker takes
+HELD_SHARE = 0.999  # of the requests that a worker can hold, that each one must: a trace's longest may be an outlier
 
 
 def raise_if_nothing_fits(problem: PlacementProblem, offers: Sequence[Offer], log: SearchLog, num_gpus: int) -> None:
@@ -43,6 +46,43 @@ def _raise_if_too_long(problem: PlacementProblem, offers: Sequence[Offer]) -> No
             f"holds {roomiest.kv_tokens:,}; {over:.0%} of the requests are too long, so cut them or give "
             f"a worker more GPUs"
         )
+
+
+def room_reason(problem: PlacementProblem, role: PhaseRole, offer: Offer, offers: Sequence[Offer]) -> str:
+    """Why a worker would have no room for requests that another of the offers has; nothing where it has. A router
+    refuses what finds none: however many others are in time, nobody would run that."""
+    lengths = held_len(problem.traffic.source, role)
+    most = max(other.kv_tokens for other in offers)
+    somewhere = lengths[lengths <= most]
+    over = float((somewhere > offer.kv_tokens).mean()) if len(somewhere) else 0.0
+    if over <= 1 - HELD_SHARE:
+        return ""
+    what = "prompts" if role == "prefill" else "requests"
+    return (
+        f"it holds {offer.kv_tokens:,} tokens of KV on {problem.hardware} at {offer.degrees}, and {over:.1%} of the "
+        f"{what} are longer, up to {int(somewhere.max()):,}: they would be refused"
+    )
+
+
+def held_len(source: Workload, role: PhaseRole) -> Ints:
+    """Tokens of each request whose KV a worker of this phase must have room for."""
+    return source.prompt_len if role == "prefill" else source.prompt_len + source.output_len
+
+
+def no_room(source: Workload, candidate: Candidate) -> str:
+    """Which requests nobody of it can hold, if there are any."""
+    held = {
+        role: max(pool.num_pages * pool.page_size for pool in candidate.pools if pool.role != other)
+        for role, other in (("prefill", "decode"), ("decode", "prefill"))
+    }
+    is_over = (source.prompt_len > held["prefill"]) | (held_len(source, "decode") > held["decode"])
+    if not is_over.any():
+        return ""
+    longest = int(held_len(source, "decode").max())
+    return (
+        f"{is_over.mean():.2%} of the requests find no room and would be refused: the longest has {longest:,} tokens, "
+        f"and these workers hold {min(held.values()):,}"
+    )
 
 
 def _raise_if_too_slow(problem: PlacementProblem, role: PhaseRole, offers: Sequence[Offer]) -> None:

@@ -25,7 +25,7 @@ from placement.goodput.estimate import Effort
 from placement.goodput.runner import Runner
 from placement.goodput.search import GoodputProblem, find_goodput
 from placement.plan import Candidate
-from placement.search.infeasible import idle_reason
+from placement.search.infeasible import idle_reason, room_reason
 from placement.search.problem import PhaseRole, PlacementProblem, SearchLog, WorkerGoodput
 from placement.simulator.systems import LiveSystem
 
@@ -51,10 +51,11 @@ def usable_offers(problem: PlacementProblem, max_gpus: int, log: SearchLog) -> l
 def screen_phase(
     problem: PlacementProblem, runner: Runner, role: PhaseRole, offers: Sequence[Offer], log: SearchLog
 ) -> list[WorkerGoodput]:
-    """Each degree's goodput in one phase, the best per GPU first. Those that miss the target when idle are refused."""
+    """Each degree's goodput in one phase, the best per GPU first. Those that miss the target when idle, or lack room
+    for requests that others hold, are refused."""
     contenders = []
     for offer in offers:
-        reason = idle_reason(problem, role, offer)
+        reason = idle_reason(problem, role, offer) or room_reason(problem, role, offer, offers)
         if reason:
             log.refused[f"{role} {offer.degrees}"] = reason
         else:
@@ -90,6 +91,9 @@ def screen_colocated(
         if floor_share(offer, offer, problem.traffic.source, problem.targets) < 0:
             reason = idle_reason(problem, "prefill", offer) or idle_reason(problem, "decode", offer)
             log.refused[f"colocated {offer.degrees}"] = reason or "not enough requests meet both targets when idle"
+            continue
+        if reason := room_reason(problem, "decode", offer, offers):
+            log.refused[f"colocated {offer.degrees}"] = reason
             continue
         for chunk_tokens in chunk_sizes(problem, offer):
             unit = mixed_of(offer, 1, problem.hardware, chunk_tokens)
