@@ -12,7 +12,7 @@ turns do not make requests swing. A beam search stays, or begins anew elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,7 @@ from cluster.router.decisions import Move
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE
 from cluster.router.health.shunned import BARRED
-from cluster.router.predicting import is_slow, token_s
+from cluster.router.predicting import could_gain, is_slow, token_s
 from engine.pages.pool import pages_for
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 
@@ -87,7 +87,23 @@ class Moving:
                 break
             if _may_move(requests[request_id], name, now):
                 movable.append(request_id)
+        if why.is_for_balance and self._gains_nobody(account, why, [requests[each] for each in movable], now):
+            return []
         return movable
+
+    def _gains_nobody(self, source: DecodeAccount, why: Why, requests: Sequence[RoutedRequest], now: float) -> bool:
+        """Whether `choose` would refuse all of these, because each worker that it may find for one would be no faster
+        with one more, or late. Where most workers are busy that is so nearly always, and is asked at each arrival."""
+        name, most_tokens = source.view.name, 0
+        for request in requests:
+            if request.refused_by or self._health.shunned(request.past, DECODE, now, name):
+                return False
+            most_tokens = max(most_tokens, request.shape.most_tokens)
+        for other in self._decode.first_with_room(most_tokens + MOVE_ROOM_TOKENS, source):
+            has_fewer = not why.gap or source.batch - other.batch >= why.gap
+            if has_fewer and could_gain(source, other):
+                return False
+        return True
 
     def _why(self, account: DecodeAccount) -> Why:
         if account.report.draining:

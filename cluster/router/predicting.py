@@ -119,6 +119,14 @@ def is_better(shape: RequestShape, target: Target, source: DecodeAccount, to: De
     return written.is_kept and written.takes_s < token_s(source)
 
 
+def could_gain(source: DecodeAccount, to: DecodeAccount) -> bool:
+    """Whether `is_better` may be true of some request, however short."""
+    if not to.wanted or source.report.costs is None or to.report.costs is None:
+        return True
+    takes_s = _step_s(to, to.report.prompt_share, to.batch + 1, 0)
+    return takes_s < USED * to.tightest_s and takes_s < token_s(source)
+
+
 def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s: float) -> Part:
     """Its prompt. The step under way counts for half of one."""
     costs, view, beside = account.report.costs, account.view, account.beside

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cluster.router.accounts import Past, Report, RequestShape, WorkerView
-from cluster.router.decisions import Assigned
+from cluster.router.decisions import Assigned, Move
+from cluster.router.moving import Moving
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from engine.pages.news import PageNews
@@ -137,6 +139,37 @@ def test_a_worker_whose_tokens_take_longer_than_is_wanted_sheds_some() -> None:
         policy = policy_with("p0", "d0", "d1", options=RouterOptions())
         running(policy, "a", "b", slo_tpot_s=tpot_s)
         assert len(leaving(policy, "a", "b", costs=slow)) == num, tpot_s
+
+
+def moves_at_random(seed: int) -> tuple[int, list[Move]]:
+    """How many of d0's requests are asked, and who moves: workers of any load, some of whose costs nobody knows."""
+    rng = random.Random(seed)
+    policy = policy_with("p0", "d0", "d2", "d3", options=RouterOptions(slo_tpot_ms=rng.choice((0.0, 8.0, 15.0))))
+    page_size = rng.choice((PAGE, PAGE // 2))
+    policy.on_worker_up(WorkerView(name="d1", role="decode", total_pages=PAGES, page_size=page_size), 0.0)
+    ids = [f"r{i}" for i in range(rng.randrange(2, 12))]
+    for each in ids:
+        running(policy, each, slo_tpot_s=rng.choice((0.0, 0.006, 0.012)))
+    for name in ("d1", "d2", "d3", "d0"):
+        costs = rng.choice((COSTS, COSTS, replace(COSTS, fixed_s=9e-3), replace(COSTS, context_token_s=1e-5), None))
+        batch, pages = rng.choice((1, 6, 12)), rng.choice((0, 9, 30, PAGES))
+        if name == "d0":
+            batch, pages = len(ids), rng.choice((PAGES // 2, PAGES))
+        there = frozenset(ids) if name == "d0" else frozenset()
+        report = Report(made_s=2.0, num_running=batch, available_pages=pages, request_ids=there, costs=costs)
+        policy.on_report(name, report, 2.0)
+    asked = policy.leaving("d0", 2.0)
+    moves = [policy.move(each, rng.choice((110, 190)), 2.0) for each in asked]
+    return len(asked), [move for move in moves if move is not None]
+
+
+def test_who_is_not_asked_would_not_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [moves_at_random(seed) for seed in range(400)]
+    monkeypatch.setattr(Moving, "_gains_nobody", lambda *_: False)
+    all_asked = [moves_at_random(seed) for seed in range(400)]
+    assert [moves for _, moves in found] == [moves for _, moves in all_asked]
+    assert sum(len(moves) for _, moves in found) > 10
+    assert sum(asked for asked, _ in found) < sum(asked for asked, _ in all_asked)
 
 
 def test_the_reason_tells_what_was_predicted() -> None:

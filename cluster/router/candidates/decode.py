@@ -184,6 +184,21 @@ class DecodeCandidates:
                 return account
         return None
 
+    def first_with_room(self, tokens: int, source: DecodeAccount) -> list[DecodeAccount]:
+        """Of whom `with_pages` names one, if it names any, for a request at `source` that never has more tokens than
+        that and shuns nobody."""
+        self._rank()
+        accounts: list[DecodeAccount] = []
+        for _, name in self._by_batch.keys:
+            account = self.accounts[name]
+            if account is source or account.free_pages <= 0:
+                continue
+            accounts.append(account)
+            page_size = min(account.view.page_size, source.view.page_size)
+            if account.free_pages >= pages_for(tokens, page_size):
+                break
+        return accounts
+
     def _roomy(self, pages: int) -> list[tuple[int, str]]:
         """By batch, all that have so many pages free. When they are not few, others too."""
         self._rank_pages()
