@@ -98,6 +98,7 @@ def estimate(
             break
         count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
     estimated = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
+    count = min(count, effort.first_requests)  # enough for what differs by as much as the latency model may err
     for factor in factors_of(error) if error else ():
         other = _Look(system, system.scaled(factor).play(traffic.draw(rate / copies, count, seed)), targets)
         estimated = _widened(estimated, other.estimate(rate, count, is_settled=True))

@@ -1,5 +1,6 @@
 """Whole clusters are simulated here: each placement's goodput, those of its neighbours where they may be better, and
-those of hybrids of the best two pools and the best colocated placement, of most by a quick look. Where a request says
+those of hybrids of the best two pools and the best colocated placement, by a quick look of all that are far from the
+best. Where a request says
 who may guess tokens ahead, the best of each kind are simulated so, too.
 
 For a number of GPUs a worker is moved from one pool to the other where the best one binds; for a rate each placement is
@@ -15,7 +16,15 @@ from dataclasses import dataclass, replace
 from placement.build.from_offers import guessing_ahead
 from placement.catalogs.base import Degrees
 from placement.goodput.estimate import Effort
-from placement.goodput.search import GoodputProblem, Knee, find_goodput, verify_goodput
+from placement.goodput.search import (
+    GoodputProblem,
+    Knee,
+    find_goodput,
+    is_quick,
+    quickly,
+    searched_from,
+    verify_goodput,
+)
 from placement.latency.scaled import factors_of
 from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.placements import Placement, goodput_problem
@@ -24,10 +33,11 @@ from placement.search.sizing import binding_pool, size_for_rate, sizing_job, wit
 
 CHUNKS_BESIDE = (128, 256, 512)  # tokens, of mixed workers that are there for answers first
 HYBRIDS_OF = 3  # placements, no two of the same degrees
-QUICK = 0.1  # of the requests: a quick look
 NEAR = 0.9  # of the best by a quick look: what may be the best
-LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decides=True)
-JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
+MOST_NEAR = 4  # of those, that are searched: of more than are alike, any is as good as the best
+LONG = Effort(first_requests=12_000, max_requests=24_000, half_width=0.01, decides=True)
+JOINT = Effort(first_requests=1500, max_requests=6000, half_width=0.015, decides=True)
+SIZING = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +49,7 @@ class SimulatedCluster:
 
 def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> list[SimulatedCluster]:
     """Each one's goodput; then a worker moved from one pool to the other where that may help the best."""
-    clusters = _goodputs(search, placements, "whole clusters")
+    clusters = _best_of(search, placements, _searches(search, placements), "whole clusters")
     done = {placement.candidate for placement in placements}
     for _ in range(2):
         two_pools = [cluster for cluster in clusters if cluster.placement.candidate.kind == "two pools"]
@@ -50,10 +60,9 @@ def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> li
         if moved is None or moved.candidate in done:
             break
         done.add(moved.candidate)
-        clusters += _goodputs(search, [moved], "neighbours of the best")
+        clusters += _best_of(search, [moved], _searches(search, [moved]), "neighbours of the best")
     hybrids = _hybrids(search, clusters)
-    searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in hybrids]
-    return clusters + _best_of(search, hybrids, searches, "hybrids")
+    return clusters + _best_of(search, hybrids, _searches(search, hybrids), "hybrids")
 
 
 def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Placement]:
@@ -116,27 +125,28 @@ def simulate_guessing(search: PlanSearch, clusters: Sequence[SimulatedCluster]) 
         guessing = _sized(search, guessing, rate, "guessing ahead, for the rate", may_grow=False)
         searches = _headrooms(search, guessing, rate)
     else:
-        searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in guessing]
+        searches = _searches(search, guessing)
     return _best_of(search, guessing, searches, "guessing ahead")
 
 
 def _headrooms(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[GoodputProblem]:
     """What is searched for each: by how much it keeps more than the rate."""
-    searches = [goodput_problem(search.problem, placement, effort=JOINT, precision=0.03) for placement in placements]
+    searches = _searches(search, placements, precision=0.03)
     return [replace(each, bottom=rate, top=1.25 * rate) for each in searches]
+
+
+def _searches(search: PlanSearch, placements: Sequence[Placement], precision: float = 0.02) -> list[GoodputProblem]:
+    return [goodput_problem(search.problem, each, effort=JOINT, precision=precision) for each in placements]
 
 
 def _best_of(
     search: PlanSearch, placements: Sequence[Placement], searches: Sequence[GoodputProblem], what: str
 ) -> list[SimulatedCluster]:
     """Each one's goodput: by a quick look, and searched where that sees it near the best."""
-    quick = [replace(each, effort=each.effort.times(QUICK)) for each in searches]
+    quick = [quickly(each) for each in searches]
     clusters = _clusters(search, placements, search.done(find_goodput, quick, f"{what}, a quick look"))
-    near = _near_the_best(search, clusters)
-    again = []
-    for at in near:
-        value = clusters[at].goodput.goodput.value
-        again.append(replace(searches[at], bottom=max(searches[at].bottom, NEAR * value), top=value / NEAR))
+    near = [at for at in _near_the_best(search, clusters) if not is_quick(searches[at])]
+    again = [searched_from(searches[at], clusters[at].goodput.goodput.value, NEAR) for at in near]
     found = _clusters(search, [placements[at] for at in near], search.done(find_goodput, again, what))
     return found + [cluster for at, cluster in enumerate(clusters) if at not in near]
 
@@ -146,14 +156,15 @@ def _near_the_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> 
     gpus = [cluster.goodput.candidate.gpus for cluster in clusters if cluster.goodput.goodput.value]
     most = min(gpus, default=0) if search.question.rate else max(gpus, default=0)
     worths = [search.worth(each.goodput) if each.goodput.candidate.gpus <= most else 0.0 for each in clusters]
-    return [at for at, worth in enumerate(worths) if worth >= NEAR * max(worths) > 0]
+    near = [at for at, worth in enumerate(worths) if worth >= NEAR * max(worths) > 0]
+    return sorted(near, key=lambda at: -worths[at])[:MOST_NEAR]
 
 
 def _sized(
     search: PlanSearch, placements: Sequence[Placement], rate: float, what: str, *, may_grow: bool = True
 ) -> list[Placement]:
     """Those that keep the SLO at the rate, with as many workers as that takes."""
-    effort = JOINT.times(search.question.thoroughness)
+    effort = SIZING.times(search.question.thoroughness)
     jobs = [replace(sizing_job(search.problem, each, rate, effort), may_grow=may_grow) for each in placements]
     by_candidate: dict[Candidate, Placement] = {}
     for sized in search.done(size_for_rate, jobs, what):
@@ -192,11 +203,6 @@ def _best_of_each_kind(
         if cluster.goodput.goodput.value:
             best.setdefault((candidate.kind, candidate.num_guesses > 0), cluster)
     return best
-
-
-def _goodputs(search: PlanSearch, placements: Sequence[Placement], what: str) -> list[SimulatedCluster]:
-    searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in placements]
-    return _clusters(search, placements, search.done(find_goodput, searches, what))
 
 
 def _clusters(search: PlanSearch, placements: Sequence[Placement], knees: Sequence[Knee]) -> list[SimulatedCluster]:
