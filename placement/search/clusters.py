@@ -35,7 +35,7 @@ CHUNKS_BESIDE = (128, 256, 512)  # tokens, of mixed workers that are there for a
 HYBRIDS_OF = 3  # placements, no two of the same degrees
 NEAR = 0.9  # of the best by a quick look: what may be the best
 MOST_NEAR = 4  # of those, that are searched: of more than are alike, any is as good as the best
-LONG = Effort(first_requests=12_000, max_requests=24_000, half_width=0.01, decides=True)
+LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decides=True)
 JOINT = Effort(first_requests=1500, max_requests=6000, half_width=0.015, decides=True)
 SIZING = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
 
