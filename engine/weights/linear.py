@@ -10,6 +10,10 @@ they are as even, and faster.
 In bfloat16 on a CPU with AMX oneDNN, too, sums in another order for many rows, from 33 rows on. There a product is cut
 into blocks of FEW_ROWS, or of more where a weight of that shape was seen, at load, to give the same bits in them.
 
+In float32 oneDNN may take STRIP_ROWS at a time, and sum one to three that are left over by other code: so does torch
+2.11's on AVX2, and 2.13's does not. Where a trial shows it, rows are padded to whole strips for each thread, and many
+are cut into blocks, too.
+
 Element by element, torch computes the last elements of a tensor by other code than the rest, when their number does not
 fill whole vectors, and exp, cos and their like may differ there by a bit. So rows are padded to a multiple that fills
 vectors for every width that occurs; for the widths of real models that is 1 or 2.
@@ -32,7 +36,8 @@ from engine.weights import int8, panels
 
 MIN_ROWS = 2
 FEW_ROWS = 32  # 2 to 32 rows are summed in one order, with AMX too (widths 512 to 14336, one and two threads)
-MORE_ROWS = (512, 256, 128, 64)  # that are summed in that order for some shapes
+MORE_ROWS = (512, 256, 192, 128, 64)  # that are summed in that order for some shapes
+STRIP_ROWS = 6  # up to 240 rows in whole strips are summed in one order (widths 2 to 32000, one and two threads)
 VECTOR = 64  # elements that torch computes at once: two AVX-512 registers of bfloat16
 _KEEP_WEIGHT = {
     "chunk",
@@ -101,12 +106,19 @@ def invariant_linear(
     rows = x.numel() // x.shape[-1]
     if rows > FEW_ROWS and is_uneven(x.dtype):
         return _in_blocks(x.reshape(rows, -1), weight, bias, out_features, block_rows).view(*x.shape[:-1], out_features)
-    if rows >= MIN_ROWS:
-        return _linear(x, weight, bias, "none", [], "")
     if rows == 0:
         return x.new_empty(*x.shape[:-1], out_features)
-    padded = x.reshape(1, -1).expand(MIN_ROWS, -1).contiguous()
-    return _linear(padded, weight, bias, "none", [], "")[:1].view(*x.shape[:-1], out_features)
+    missing = _missing_rows(rows, x.dtype)
+    if not missing:
+        return _linear(x, weight, bias, "none", [], "")
+    padded = nn.functional.pad(x.reshape(rows, -1), (0, 0, 0, missing))
+    return _linear(padded, weight, bias, "none", [], "")[:rows].view(*x.shape[:-1], out_features)
+
+
+def _missing_rows(rows: int, dtype: torch.dtype) -> int:
+    if dtype == torch.float32 and is_uneven(dtype):
+        return -rows % (STRIP_ROWS * torch.get_num_threads())
+    return max(0, MIN_ROWS - rows)
 
 
 _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
@@ -116,8 +128,8 @@ _reorder: Callable[..., torch.Tensor] = torch.ops.mkldnn._reorder_linear_weight
 def _in_blocks(
     x_TN: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int, block_rows: int
 ) -> torch.Tensor:
-    """Whole blocks first; what is left over by FEW_ROWS."""
-    many = len(x_TN) // block_rows
+    """Whole blocks first, where there are larger ones; what is left over by FEW_ROWS."""
+    many = len(x_TN) // block_rows if block_rows > FEW_ROWS else 0
     blocks = [x_TN[i * block_rows : (i + 1) * block_rows] for i in range(many)]
     rest = x_TN[many * block_rows :].split(FEW_ROWS)
     return torch.cat(
@@ -144,7 +156,14 @@ def block_rows_of(in_features: int, out_features: int, dtype: torch.dtype, threa
 @cache
 def is_uneven(dtype: torch.dtype) -> bool:
     """Whether oneDNN's order of summation may depend on how many rows there are."""
-    return dtype == torch.bfloat16 and bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+    if dtype == torch.bfloat16:
+        return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+    x_TN = torch.randn(4 * STRIP_ROWS, VECTOR, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = _linear(x_TN, x_TN, None, "none", [], "")
+    return any(
+        not torch.equal(_linear(x_TN[:rows], x_TN, None, "none", [], ""), wanted[:rows])
+        for rows in range(MIN_ROWS, len(x_TN))
+    )
 
 
 class InvariantWeight(torch.Tensor):

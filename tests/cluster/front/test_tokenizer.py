@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -48,9 +49,13 @@ async def test_a_long_text_is_not_cut_by_settings_of_the_file(directory: Path) -
 
 def test_a_generic_tokenizer_is_loaded_without_torch(directory: Path) -> None:
     load = f"from cluster.front.tokenizer import load_codec; load_codec({str(directory)!r})"
-    code = f"import sys; {load}; print('torch' in sys.modules)"
+    is_there = "print('torch' in sys.modules)"
+    code = f"import sys; from transformers import PreTrainedTokenizerFast; {is_there}; {load}; {is_there}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.strip() == "False"
+    by_transformers, by_us = done.stdout.split()
+    if by_transformers == "True":  # 5.17 does, for GGUF files
+        pytest.skip(f"PreTrainedTokenizerFast of transformers {transformers.__version__} imports torch itself")
+    assert by_us == "False"
 
 
 async def test_a_text_with_more_bytes_than_the_model_could_take_is_refused_untokenised(directory: Path) -> None:

@@ -15,18 +15,19 @@ from engine.kernels import native
 from engine.weights import int8, panels
 from engine.weights.linear import PackedLinear, can_pack, invariant_linear
 
-DTYPE = torch.bfloat16  # in float32 the order is one
-ROWS = (2, 32, 33, 40, 65, 100, 256, 300, 1400)
+DTYPE = torch.bfloat16
+ROWS = (2, 3, 32, 33, 40, 65, 100, 256, 300, 1400)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("in_features", "out_features"), [(704, 256), (896, 1152), (4100, 70), (4128, 70)])
-def test_a_row_has_the_same_bits_among_any_number(in_features: int, out_features: int) -> None:
+def test_a_row_has_the_same_bits_among_any_number(in_features: int, out_features: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    weight_ON = (torch.randn(out_features, in_features, generator=generator) * 0.05).to(DTYPE)
-    x_TN = torch.randn(max(ROWS), in_features, generator=generator).to(DTYPE)
+    weight_ON = (torch.randn(out_features, in_features, generator=generator) * 0.05).to(dtype)
+    x_TN = torch.randn(max(ROWS), in_features, generator=generator).to(dtype)
     packed = PackedLinear(weight_ON, None)
     products: list[Callable[[torch.Tensor], torch.Tensor]] = [packed]
-    if can_pack(DTYPE):
+    if can_pack(dtype):
         products.append(lambda x: invariant_linear(x, weight_ON, None, out_features))
     for product in products:
         wanted = product(x_TN)
