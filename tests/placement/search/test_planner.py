@@ -127,10 +127,12 @@ def test_replicas_for_a_rate_keep_the_slo_there_and_no_worker_is_too_many() -> N
 
 
 def test_for_a_rate_a_hybrid_is_tried_with_as_many_workers_or_fewer() -> None:
-    """The same two workers that are best for two GPUs."""
+    """Of two workers: one of each kind and two that do both serve alike here, so that either may be chosen."""
     found = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=None, rate=14.0)
     assert {each.candidate.kind for each in found.tried} == {"hybrid", "one pool", "two pools"}
-    assert (found.chosen.candidate.kind, found.chosen.candidate.gpus) == ("hybrid", 2)
+    hybrid = next(each for each in found.tried if each.candidate.kind == "hybrid")
+    assert hybrid.candidate.gpus == found.chosen.candidate.gpus == 2
+    assert hybrid.goodput.value >= 0.95 * found.chosen.goodput.value
 
 
 def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
