@@ -125,7 +125,7 @@ def leaving(policy: RouterPolicy, *ids: str, costs: StepCosts | None = COSTS) ->
 def test_far_more_requests_than_another_has_are_shed_where_that_makes_nobody_late() -> None:
     ids = [f"r{i}" for i in range(8)]
     for tpot_ms, costs, num in ((15.0, COSTS, 1), (5.0, COSTS, 0), (15.0, None, 0)):
-        told = {"d0": {"costs": costs}, "d1": {"costs": costs}}
+        told: dict[str, Any] = {"d0": {"costs": costs}, "d1": {"costs": costs}}
         policy = policy_with("p0", "d0", "d1", options=RouterOptions(slo_tpot_ms=tpot_ms), **told)
         running(policy, *ids)
         assert len(leaving(policy, *ids, costs=costs)) == num, (tpot_ms, costs)

@@ -211,7 +211,7 @@ class OneOfTwo(RehearsedGpu):
 
     def prepare(self, module: Any, probe: Probe, options: EngineOptions, served: ServedConfig) -> PagedModel:
         cuts = sharding.shard_model(module, self._shard, probe)
-        part = sharding.check_shapes(module, probe, served.max_len, self._shard)
+        part = sharding.check_shapes(module, probe, range(len(probe.layers)), self._shard)
         set_attention(module, hooks.SERVE)
         experts.choose_form(module, GPU)
         model = super().prepare(module, part, options, served)
