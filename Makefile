@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TWO := -n 2 --dist worksteal  # tests at a time
+SIDE_BY_SIDE := -n 3 --dist worksteal  # tests; most of their time they wait for processes and deadlines
 PROTOS := $(wildcard proto/kvrelay/v1/*.proto)
 
 .PHONY: demo test check unit proto docs bench clean help
@@ -22,7 +22,7 @@ demo: $(STAMP)  ## a small cluster on this computer's CPU: real requests, TTFT a
 	$(BIN)/python -m kvrelay.demo
 
 test: check  ## everything
-	$(BIN)/python -m pytest $(TWO) -m 'not unit and not alone'
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not unit and not alone'
 	$(BIN)/python -m pytest -m alone
 
 check: $(STAMP)  ## format, lint, types, layers, unit tests
@@ -30,7 +30,7 @@ check: $(STAMP)  ## format, lint, types, layers, unit tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q $(TWO) -m unit
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -m unit
 
 proto: $(STAMP)  ## regenerate kvrelay/v1 from proto/
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
