@@ -12,7 +12,7 @@ from placement.build.from_offers import mixed_of, pair_of
 from placement.catalogs.base import Degrees, Offer, PlanError
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Plan, RequestClass, Slo, to_json
-from placement.search.clusters import JOINT, hybrids_of
+from placement.search.clusters import JOINT, hybrids_of, shifts_of
 from placement.search.placements import Placement
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
@@ -113,6 +113,17 @@ def test_hybrids_keep_the_workers_and_their_gpus() -> None:
     assert {each.gpus for each in hybrids_of(two) + hybrids_of(one)} == {5}
     assert {each.kind for each in hybrids_of(two) + hybrids_of(one)} == {"hybrid"}
     assert hybrids_of(mixed_of(offer, 1, "toy", 512)) == []
+
+
+def test_a_worker_moves_to_either_pool_and_all_gpus_are_used() -> None:
+    small, large = toy_offer(1), toy_offer(4)
+    pair = pair_of((small, 9), (large, 2), "toy")
+    assert [[pool.replicas for pool in each.pools] for each in shifts_of(pair, 17)] == [[13, 1], [5, 3]]
+    assert [[pool.replicas for pool in each.pools] for each in shifts_of(pair, 19)] == [[11, 2], [7, 3]]
+    assert [
+        [pool.replicas for pool in each.pools] for each in shifts_of(pair_of((small, 1), (small, 1), "toy"), 2)
+    ] == []
+    assert shifts_of(mixed_of(small, 2, "toy", 512), 2) == []
 
 
 def test_replicas_for_a_rate_keep_the_slo_there_and_no_worker_is_too_many() -> None:
