@@ -107,6 +107,22 @@ def planes(layout: KvLayout, layer: int) -> tuple[Plane, Plane]:
     return k, v
 
 
+def sent_bytes(layout: KvLayout, shares: Iterable[Share]) -> list[int]:
+    """Of a whole page, by share, as pages are put together: a head that several have is read from the first."""
+    read: set[tuple[int, int]] = set()
+    sent = []
+    for share in shares:
+        num_bytes = 0
+        for layer in share.layers_of(layout):
+            shape = layout.layers[layer]
+            count = shape.kv_heads if isinstance(shape, LayerKv) else 1
+            own = {(layer, head) for head in share.heads(count)} - read
+            num_bytes += len(own) * (layout.k_page_bytes(layer) + layout.v_page_bytes(layer)) // count
+            read |= own
+        sent.append(num_bytes)
+    return sent
+
+
 def check_whole(layout: KvLayout, shares: Iterable[Share]) -> None:
     """Raise ValueError unless together they have every layer's every head."""
     shares, all_layers = list(shares), range(layout.num_layers)

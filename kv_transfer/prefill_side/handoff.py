@@ -200,6 +200,7 @@ class Handoff:
             resends=sum(segment.resend for segment in self._sent),
             transfer_s=self._transfer_s,
             exposed_s=max(0.0, (time.monotonic_ns() - computed_ns) / 1e9),
+            rank_bytes=[receipt.pages * num_bytes for num_bytes in self._terms.rank_page_bytes],
         )
 
     def _send(self, ready: ReadyPages) -> None:

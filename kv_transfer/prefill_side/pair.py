@@ -16,6 +16,7 @@ from typing import Any
 import grpc.aio
 
 from engine.pages.memory import KvMemory
+from engine.pages.share import sent_bytes
 from kv_transfer.base import SendEnd
 from kv_transfer.event_loop import call_in_loop, set_done
 from kv_transfer.options import TransferOptions
@@ -56,10 +57,12 @@ class PrefillPair:
         self._loop = asyncio.get_running_loop()
         self._handoffs: dict[int, Handoff] = {}
         self._last_lease_id = 0
+        shares = [each.share for each in memory.shares]
         self._terms = PairTerms(
             peer=peer,
             transport=transport,
             layout=memory.layout,
+            rank_page_bytes=tuple(sent_bytes(memory.layout, shares)) if len(shares) > 1 else (),
             segment_bytes=GPU_SEGMENT_BYTES if memory.is_on_gpu else SEGMENT_BYTES,
             options=options,
         )

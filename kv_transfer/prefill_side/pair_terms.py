@@ -20,6 +20,7 @@ class PairTerms:
     peer: str  # name of the decode worker
     transport: str
     layout: KvLayout
+    rank_page_bytes: tuple[int, ...]  # of a page, what each process of this worker sends; none, if it is one
     segment_bytes: int  # what is larger is cut
     options: TransferOptions
 

@@ -246,7 +246,7 @@ def timeline_from(timeline: generate_pb2.Timeline) -> Timeline:
 
 
 def receipt_from(receipt: generate_pb2.HandoffReceipt) -> Receipt:
-    return _copy(Receipt, receipt)
+    return _copy(Receipt, receipt, rank_bytes=tuple(receipt.rank_bytes))
 
 
 def model_from(info: generate_pb2.GetModelInfoResponse) -> ServedModel:

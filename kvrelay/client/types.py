@@ -149,6 +149,7 @@ class Receipt:
     transfer_s: float  # in which bytes moved, summed over the parts
     exposed_s: float  # from the last computed layer to the receipt: what prefill did not hide
     dropped_pages: int = 0  # that are not kept (`kv_window_tokens`), and did not move
+    rank_bytes: tuple[int, ...] = ()  # of `bytes`, by process of the worker that sent them, if it has several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,7 @@ class Timeline(_message.Message):
     def __init__(self, phases: _Optional[_Iterable[_Union[Phase, _Mapping]]] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., attempts: _Optional[int] = ..., moves: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class HandoffReceipt(_message.Message):
-    __slots__ = ("transport", "pages", "bytes", "checksums_ok", "cached_pages", "recomputed_tokens", "resends", "transfer_s", "exposed_s", "dropped_pages")
+    __slots__ = ("transport", "pages", "bytes", "checksums_ok", "cached_pages", "recomputed_tokens", "resends", "transfer_s", "exposed_s", "dropped_pages", "rank_bytes")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +232,7 @@ class HandoffReceipt(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
     DROPPED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    RANK_BYTES_FIELD_NUMBER: _ClassVar[int]
     transport: str
     pages: int
     bytes: int
@@ -242,7 +243,8 @@ class HandoffReceipt(_message.Message):
     transfer_s: float
     exposed_s: float
     dropped_pages: int
-    def __init__(self, transport: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., checksums_ok: _Optional[bool] = ..., cached_pages: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., resends: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dropped_pages: _Optional[int] = ...) -> None: ...
+    rank_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, transport: _Optional[str] = ..., pages: _Optional[int] = ..., bytes: _Optional[int] = ..., checksums_ok: _Optional[bool] = ..., cached_pages: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., resends: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., dropped_pages: _Optional[int] = ..., rank_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "index", "text", "token_ids", "logprobs", "finish_reason", "usage", "timeline", "receipt", "stop_string", "moved", "prompt_logprobs", "score")

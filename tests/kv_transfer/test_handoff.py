@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -14,6 +15,8 @@ import pytest
 import trustme
 
 from engine.pages.layout import LayerKv
+from engine.pages.memory import KvMemory, ShareBytes
+from engine.pages.share import Share
 from kv_transfer.handshake import host_id
 from kv_transfer.lease import Denied, Queued
 from kv_transfer.options import TransferOptions
@@ -24,6 +27,7 @@ from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2
 from tests.certificates import write_tls
 from tests.kv_transfer.sides import (
+    DEVICE,
     PAGE_SIZE,
     DecodeSide,
     assert_pages_moved,
@@ -58,9 +62,27 @@ async def hand_off(decode: DecodeSide, peer: PrefillPair, name: str = "a", num_p
     assert receipt.pages == num_pages
     assert receipt.bytes == num_pages * peer.memory.layout.page_bytes()
     assert receipt.checksums_ok == peer.options.checksums
+    assert not receipt.rank_bytes, "it is one process"
     token_ids, theirs = decode.host.committed[name]
     assert token_ids == [7]
     assert (theirs.pages, theirs.bytes, theirs.resends) == (receipt.pages, receipt.bytes, receipt.resends)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="its memory is the host's")
+async def test_a_receipt_says_what_each_process_of_the_sender_had() -> None:
+    layout = random_memory(9).layout
+    first = KvMemory(layout, share=Share(layers=range(2)))
+    file = os.dup(first.fd or -1)
+    there = ShareBytes(share=first.share, num_bytes=len(first.bytes), fd=file, address=first.address)
+    leader = KvMemory(layout, share=Share(layers=range(2, 3)), others=[there])
+    async with decode_side(options()) as decode:
+        peer = await connect(decode, options(), leader)
+        handoff = peer.reserve(request("a", 3 * PAGE_SIZE - 1), on_stalled=no_stall)
+        send_all(handoff, leader, [1, 5, 7])
+        receipt = await handoff.commit(token_id=7, num_tokens=3 * PAGE_SIZE - 1, computed_ns=time.monotonic_ns())
+        assert list(receipt.rank_bytes) == [3 * layout.page_bytes(layers) for layers in (range(2, 3), range(2))]
+        assert sum(receipt.rank_bytes) == receipt.bytes
+        await peer.close()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -13,7 +13,7 @@ import torch
 from engine.pages.layout import KvLayout, LayerKv, LayerState, StateTensor
 from engine.pages.memory import KvMemory, ShareBytes
 from engine.pages.page_table import check_pages
-from engine.pages.share import WHOLE, Share, check_whole
+from engine.pages.share import WHOLE, Share, check_whole, sent_bytes
 from tests.kv_transfer.fake_gpu import copy_rows, row_bytes
 
 STATE = LayerState((StateTensor(0, (3,), "float32"),), (StateTensor(0, (5,), "float32"),))
@@ -118,6 +118,17 @@ def test_a_head_that_several_have_is_written_to_all(name: str) -> None:
     for rank in ranks:
         for part in (pages[3] for i in layers for pages in (rank.k(i), rank.v(i))):
             assert (part.contiguous().view(torch.uint8) == 7).all()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", CUTS)
+def test_each_byte_of_a_page_is_sent_by_one(name: str) -> None:
+    dtype, layers, shares = CUTS[name]
+    layout = KvLayout(4, dtype, layers, 5)
+    sent = sent_bytes(layout, shares)
+    assert sum(sent) == layout.page_bytes()
+    if name == "more ranks than heads":
+        assert sent == [layout.page_bytes() // 2, 0] * 2
 
 
 @pytest.mark.unit
