@@ -1,11 +1,13 @@
 """Writes the cluster's spec of a plan, for `kvrelay up`: the pools that were chosen, with the limits they were
 simulated with. It chooses nothing.
 
-Where the plan's answer is a published system's machines, which kvrelay does not serve, the best two pools are written.
+Where the plan's answer is a published system's machines, which kvrelay does not serve, or has a worker on several
+nodes, the best two pools that it does are written.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -20,11 +22,28 @@ from placement.plan import Goodput, Plan, PoolPlan, Slo
 RULE = 100  # a comment line's length
 
 
-def to_run(plan: Plan) -> Goodput | None:
-    """What kvrelay can serve: the chosen placement, or the best one with two pools; None where there is none."""
-    if plan.chosen.candidate.is_served:
+def to_run(plan: Plan, most_gpus: float = math.inf) -> Goodput | None:
+    """What kvrelay can serve: the chosen placement, or the best one with two pools, or any; None where there is none.
+    `most_gpus`: of a node, as a worker's processes are on one host."""
+    served = [
+        each
+        for each in (plan.chosen, *plan.tried)
+        if each.candidate.is_served and each.goodput.value > 0 and not why_not_started(each, most_gpus)
+    ]
+    if served[:1] == [plan.chosen]:
         return plan.chosen
-    return words.best_of(plan.tried, "two pools")
+    return words.best_of(served, "two pools") or next(iter(served), None)
+
+
+def why_not_started(placement: Goodput, most_gpus: float) -> str:
+    """Where a worker's stages would be on several nodes, as they may be planned; empty where none are."""
+    for pool in placement.candidate.pools:
+        if pool.degrees.gpus > most_gpus:
+            return (
+                f"a worker's processes are on one host, and {pool.role} workers of {pool.degrees} want "
+                f"{pool.degrees.gpus} GPUs, where a node has {most_gpus:g}"
+            )
+    return ""
 
 
 def spec_data(

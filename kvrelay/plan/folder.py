@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,7 +21,7 @@ from placement.catalogs.base import PlanError
 from placement.goodput.targets import Targets
 from placement.latency.model_files import load_shape, loadable_name
 from placement.latency.profile_file import read_profile
-from placement.plan import Goodput, Plan, to_json
+from placement.plan import Plan, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +95,16 @@ def plan_object(plan: Plan) -> dict[str, Any]:
 
 def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str, ...]]:
     """(the spec's text, or why there is none, sentences to tell)."""
-    placement = cluster.to_run(plan)
+    has_gpus = request.latency_kind != "profile"
+    most_gpus = min(catalog.gpus_per_node for catalog in catalogs(request)) if has_gpus else math.inf
+    placement, why_not = cluster.to_run(plan, most_gpus), cluster.why_not_started(plan.chosen, most_gpus)
     if placement is None:
-        why = "There is none: only a published system's machines meet the targets, and kvrelay does not serve them."
-        return "", why, ()
+        why = why_not or "only a published system's machines meet the targets, and kvrelay does not serve them"
+        return "", f"There is none: {why}.", ()
     dtype = str(read_profile(request.profile[0]).model.get("dtype", "")) if request.profile else ""
     model, kv_bytes = _model_and_kv(request, plan, dtype or "auto")
     name = cluster.cluster_name(model)
     slo = Targets(slo=plan.slo, classes=request.request_classes).loosest
-    has_gpus = request.latency_kind != "profile"
     guesses = guesses_of(request)
     data = cluster.spec_data(
         placement,
@@ -117,19 +119,10 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
         draft_bytes_per_token=int(guesses.kv_bytes_per_token) if guesses is not None else 0,
     )
     text = cluster.spec_text(plan, placement, data, command_of(request))
-    note = _why_not_placed(placement, min(catalog.gpus_per_node for catalog in catalogs(request))) if has_gpus else ""
-    return (f"# Note: {note}\n{text}", "", (note,)) if note else (text, "", ())
-
-
-def _why_not_placed(placement: Goodput, gpus_per_node: int) -> str:
-    """Stages may be planned over several nodes."""
-    for pool in placement.candidate.pools:
-        if pool.degrees.gpus > gpus_per_node:
-            return (
-                f"kvrelay up does not start it: a worker's processes are on one host, and {pool.role} workers of "
-                f"{pool.degrees} want {pool.degrees.gpus} GPUs, where a node has {gpus_per_node}"
-            )
-    return ""
+    if not why_not:
+        return text, "", ()
+    note = f"cluster.yaml has the best that kvrelay up starts, {placement.candidate.label}: {why_not}"
+    return f"# Note: {note}\n{text}", "", (note,)
 
 
 def _model_and_kv(request: PlanRequest, plan: Plan, dtype: str) -> tuple[str, dict[str, int] | None]:

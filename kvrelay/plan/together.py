@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -225,9 +225,10 @@ def as_object(plan: SharingPlan) -> dict[str, Any]:
 
 def save(plan: SharingPlan, folder: Path) -> Saved:
     """cluster.yaml and plan.json. Raises PlanError where nothing can be written."""
-    data = spec_data(plan)
-    refusal = why_not_served(parse_spec(data))  # workers of several processes that share GPUs
-    notes = [f"kvrelay up does not take the spec: {refusal}"] if refusal else []
+    data, notes = spec_data(plan), list[str]()
+    if refusal := why_not_served(parse_spec(data)):  # workers of several processes that share GPUs
+        data = spec_data(replace(plan, together=refusal))
+        notes = [f"cluster.yaml has each model on GPUs of its own, as kvrelay up does not serve groups: {refusal}"]
     loosest = "Each request says what its model wants (slo_ttft_ms, slo_tpot_ms); the router has the loosest of all."
     told = "\n".join(f"# {line}" for line in (*sentences(plan), loosest, *(f"Note: {note}" for note in notes)))
     body = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=cluster_file.RULE)

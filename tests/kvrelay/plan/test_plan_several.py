@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 
 from cluster.spec.load import parse_spec
+from cluster.spec.resolve import why_not_served
 from kvrelay.plan.reading import build_request
 from kvrelay.plan.together import SharingPlan, as_object, plan_together, save, sentences, spec_data, tables
 from placement.catalogs.base import Degrees
@@ -150,11 +151,16 @@ def test_two_models_with_little_to_do_share_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.unit
-def test_models_that_share_several_gpus_are_told_of_as_not_served(tmp_path: Path) -> None:
+def test_models_that_would_share_several_gpus_get_a_spec_with_their_own(tmp_path: Path) -> None:
     groups = shared(2, 3.0)
     two = replace(
         groups, shares=tuple(replace(each, pool=replace(each.pool, degrees=Degrees(2))) for each in groups.shares)
     )
     saved = save(sharing(two, tmp_path), tmp_path / "out")
     [note] = saved.notes
-    assert note.startswith("kvrelay up does not take the spec: pools[0].num_gpus is 1 with tensor_parallel 2, whose ")
+    assert note.startswith(
+        "cluster.yaml has each model on GPUs of its own, as kvrelay up does not serve groups: pools[0]"
+    )
+    spec = parse_spec(yaml.safe_load((tmp_path / "out" / "cluster.yaml").read_text()))
+    assert why_not_served(spec) == ""
+    assert len({pool.model for pool in spec.pools}) == 2

@@ -104,13 +104,15 @@ def test_an_answer_is_a_spec_that_up_takes(candidate: Candidate, targets: str) -
     assert spec.targets_s == ({} if candidate.kind == "two pools" else pytest.approx(expected))
 
 
-def test_stages_over_several_nodes_are_told_of_as_not_started() -> None:
+def test_of_stages_over_several_nodes_the_best_that_is_started_is_written() -> None:
     request = build_request(None, {**ASKED, **REQUESTS, "ttft": "300ms"})
     chosen = goodput(replace(PAIR, pools=(READERS, replace(WRITERS, degrees=Degrees(8, 2)))), 9.0)
-    text, _, notes = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,)), request)
+    second = goodput(PAIR, 8.0)
+    text, _, notes = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen, second)), request)
     [note] = notes
-    assert note == (
-        "kvrelay up does not start it: a worker's processes are on one host, and decode workers of TP 8 x PP 2 want "
-        "16 GPUs, where a node has 8"
-    )
+    why = "a worker's processes are on one host, and decode workers of TP 8 x PP 2 want 16 GPUs, where a node has 8"
+    assert note == f"cluster.yaml has the best that kvrelay up starts, {PAIR.label}: {why}"
     assert text.startswith(f"# Note: {note}\n")
+    assert [pool.replicas for pool in parse_spec(yaml.safe_load(text)).pools] == [pool.replicas for pool in PAIR.pools]
+    alone = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,)), request)
+    assert alone == ("", f"There is none: {why}.", ())
