@@ -66,13 +66,14 @@ def _prefill_child(address: bytes, transport: str, pipe: Connection) -> None:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 async def test_a_killed_sender_gives_the_pages_back(transport: str) -> None:
-    options = TransferOptions(transports=(transport,))
+    options = TransferOptions(transports=(transport,), connect_timeout_s=30.0)
     async with decode_side(options) as decode:
         ours, theirs = multiprocessing.Pipe()
         child = multiprocessing.get_context("spawn").Process(
             target=_prefill_child, args=(decode.address.SerializeToString(), transport, theirs), daemon=True
         )
         child.start()
+        theirs.close()  # so that its end is noticed
         assert await asyncio.to_thread(ours.recv) == "writing"
         assert decode.servicer.leases.leased_pages == 8
         child.kill()
