@@ -25,6 +25,7 @@ MOST_RAISES = 6
 MOST_LEAPS = 18  # after so many raises, from a rate far below the goodput
 MOST_HALVINGS = 9
 QUICK = 0.2  # of the requests: a quick look
+FEW = 400  # requests: fewer say too little where the targets are near what an idle worker does
 ROUGHLY = 0.06  # of the rate: where its bisection ends
 
 
@@ -68,7 +69,11 @@ class Knee:
 
 def quickly(problem: GoodputProblem) -> GoodputProblem:
     """The same search by so few requests that its answer says where to look, and little more."""
-    return replace(problem, effort=problem.effort.times(QUICK), precision=max(ROUGHLY, problem.precision))
+    quick = problem.effort.times(QUICK)
+    few = min(FEW, problem.effort.max_requests)
+    first, most = (max(few, count) for count in (quick.first_requests, quick.max_requests))
+    effort = replace(quick, first_requests=first, max_requests=most)
+    return replace(problem, effort=effort, precision=max(ROUGHLY, problem.precision))
 
 
 def is_quick(problem: GoodputProblem) -> bool:

@@ -202,7 +202,9 @@ def _near_the_best(search: PlanSearch, clusters: Sequence[SimulatedCluster], lea
     most = min(gpus, default=0) if search.question.rate else max(gpus, default=0)
     worths = [search.worth(each.goodput) if each.goodput.candidate.gpus <= most else 0.0 for each in clusters]
     near = [at for at, worth in enumerate(worths) if worth >= NEAR * max(least, *worths) > 0]
-    return sorted(near, key=lambda at: -worths[at])[:MOST_NEAR]
+    near.sort(key=lambda at: -worths[at])
+    unlucky = [at for at, cluster in enumerate(clusters) if not cluster.goodput.goodput.value]  # perhaps
+    return (near + unlucky)[:MOST_NEAR]
 
 
 def _sized(

@@ -4,7 +4,7 @@
            -> whole clusters simulated, a worker moved or added where one pool binds -> the best by the objective
            -> that one again with the latency model's error, relieved, and at the rate asked for
 
-Whoever cannot wait is told a first answer: the same search by a twelfth of the requests, without hybrids and what
+Whoever cannot wait is told a first answer: the same search by a twentieth of the requests, without hybrids and what
 follows.
 
 It decides by simulation alone; arithmetic only leaves out what cannot win. PlanError says why nothing can be planned.
@@ -46,7 +46,7 @@ from placement.workload.traffic import Traffic, with_classes
 WHOLE_CLUSTERS = 8  # of two pools, simulated as a whole: two phases keep less together than each promises alone
 SIZED_CLUSTERS = 4  # likewise, for a rate
 COLOCATED_CLUSTERS = 2
-COARSE = 0.08  # of the requests, for a first answer
+COARSE = 0.05  # of the requests, for a first answer
 Phases = Mapping[str, Sequence[WorkerGoodput]]
 OnFirst = Callable[[Goodput], None]
 

@@ -159,12 +159,13 @@ def _best_first(runner: Runner, contenders: list[_Contender], log: SearchLog, wh
 
 
 def _knees(runner: Runner, contenders: Sequence[_Contender], best: float, log: SearchLog, what: str) -> list[Knee]:
-    """Of each. By a quick look alone where that sees less than is used; `best`: goodput per GPU so far."""
+    """Of each. By a quick look alone where that sees some, but less than is used; `best`: goodput per GPU so far."""
     quick = [quickly(contender.search) for contender in contenders]
     knees = runner.map(find_goodput, quick, f"{what}, a quick look")
     seen = [knee.goodput.value / each.offer.degrees.gpus for each, knee in zip(contenders, knees, strict=True)]
     worth = NEAR * WORTH * max(best, *seen)
-    near = [at for at, value in enumerate(seen) if value >= worth and not is_quick(contenders[at].search)]
+    wanted = [at for at, value in enumerate(seen) if value >= worth or not value]  # nothing may be bad luck
+    near = [at for at in wanted if not is_quick(contenders[at].search)]
     again = [searched_from(contenders[at].search, knees[at].goodput.value, NEAR) for at in near]
     for knee in knees:
         log.count(knee)
