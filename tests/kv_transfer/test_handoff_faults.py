@@ -66,7 +66,7 @@ def _prefill_child(address: bytes, transport: str, pipe: Connection) -> None:
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 async def test_a_killed_sender_gives_the_pages_back(transport: str) -> None:
-    options = TransferOptions(transports=(transport,), connect_timeout_s=30.0)
+    options = TransferOptions(transports=(transport,), connect_timeout_s=60.0, timeout_s=60.0)
     async with decode_side(options) as decode:
         ours, theirs = multiprocessing.Pipe()
         child = multiprocessing.get_context("spawn").Process(
