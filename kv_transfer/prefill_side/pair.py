@@ -103,8 +103,7 @@ class PrefillPair:
         await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         self.on_lost = None
         self._outgoing.put_nowait(None)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._writer), CLOSE_TIMEOUT_S)
+        await asyncio.wait((self._writer,), timeout=CLOSE_TIMEOUT_S)  # however it ends: the call may be over
         self.lose("the pair is closed")
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
         await self._stream.channel.close()

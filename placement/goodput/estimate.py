@@ -30,14 +30,13 @@ from placement.workload.traffic import Traffic
 
 TRUSTED_CORRELATION = 0.4
 E2E_TIMES = 6  # what a request takes, in a run that is trusted
-MOST_LONGER = 4  # times the most requests of an effort, where a run of so few does not last so long
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How long to simulate. `half_width`: of the attainment's interval, where it is narrow enough. `decides`: stop too
-    as soon as the interval leaves the target on one side. `max_requests`: more only where so few do not last."""
+    as soon as the interval leaves the target on one side."""
 
     first_requests: int = 2000
     max_requests: int = 32_000
@@ -95,12 +94,10 @@ def estimate(
     while True:
         look = _Look(system, system.play(traffic.draw(rate / copies, count, seed)), targets)
         simulated += count
-        most = min(max(effort.max_requests, look.lasting), MOST_LONGER * effort.max_requests)
-        if look.is_enough(effort) or count >= most:
+        if look.is_enough(effort) or count >= effort.max_requests:
             break
-        count = min(most, max(2 * count, look.wanted(effort)))
+        count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
     estimated = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
-    count = min(count, effort.first_requests)  # enough for what differs by as much as the latency model may err
     for factor in factors_of(error) if error else ():
         other = _Look(system, system.scaled(factor).play(traffic.draw(rate / copies, count, seed)), targets)
         estimated = _widened(estimated, other.estimate(rate, count, is_settled=True))
@@ -194,18 +191,14 @@ class _Look:
         counted = self.window.stop - self.window.start
         return self.outcome.workload.duration_s < E2E_TIMES * self.e2e_s or counted < 0.4 * len(self.outcome)
 
-    @property
-    def lasting(self) -> int:
-        """Requests in a run that lasts long enough: while a cluster fills up, it looks as if a queue grew."""
-        return math.ceil(1.2 * E2E_TIMES * self.e2e_s * self.outcome.workload.rate)
-
     def wanted(self, effort: Effort) -> int:
         """Requests in a run that is long enough, as far as this one tells: its interval narrows as the root of them."""
         if self.is_growing:
             return 0
+        lasting = math.ceil(1.2 * E2E_TIMES * self.e2e_s * self.outcome.workload.rate)
         half = (self.attainment.high - self.attainment.low) / 2
         aim = max(effort.half_width, abs(self.slack.value) if effort.decides else 0.0)
-        return max(self.lasting, math.ceil(len(self.outcome) * (half / aim) ** 2 * 1.2))
+        return max(lasting, math.ceil(len(self.outcome) * (half / aim) ** 2 * 1.2))
 
     def estimate(self, rate: float, simulated: int, *, is_settled: bool) -> Estimate:
         outcome, kept = self.outcome, self.kept

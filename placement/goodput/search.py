@@ -13,7 +13,7 @@ rates that surely miss it above.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from placement.goodput.estimate import Effort, Estimate, estimate
 from placement.goodput.targets import Targets
@@ -24,9 +24,6 @@ from placement.workload.traffic import Traffic
 MOST_RAISES = 6
 MOST_LEAPS = 18  # after so many raises, from a rate far below the goodput
 MOST_HALVINGS = 9
-QUICK = 0.2  # of the requests: a quick look
-FEW = 400  # requests: fewer say too little where the targets are near what an idle worker does
-ROUGHLY = 0.06  # of the rate: where its bisection ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,27 +62,6 @@ class Knee:
     @property
     def first_miss(self) -> Estimate | None:
         return next((estimate for estimate in self.estimates if not estimate.keeps_slo), None)
-
-
-def quickly(problem: GoodputProblem) -> GoodputProblem:
-    """The same search by so few requests that its answer says where to look, and little more."""
-    quick = problem.effort.times(QUICK)
-    few = min(FEW, problem.effort.max_requests)
-    first, most = (max(few, count) for count in (quick.first_requests, quick.max_requests))
-    effort = replace(quick, first_requests=first, max_requests=most)
-    return replace(problem, effort=effort, precision=max(ROUGHLY, problem.precision))
-
-
-def is_quick(problem: GoodputProblem) -> bool:
-    """Whether a quick look before it would save nothing."""
-    return problem.effort.max_requests < 2 * quickly(problem).effort.max_requests
-
-
-def searched_from(problem: GoodputProblem, value: float, near: float) -> GoodputProblem:
-    """The same search where a quick look has seen `value`, from `near` of it up to as much more; 0: nothing."""
-    if not value:
-        return problem
-    return replace(problem, bottom=max(problem.bottom, near * value), top=value / near)
 
 
 def find_goodput(problem: GoodputProblem) -> Knee:

@@ -21,8 +21,8 @@ from placement.search.sizing import EstimateJob, binding_pool, estimate_job, wit
 from placement.search.what_if import swings_of, what_if
 from placement.workload.arrivals import fit_arrivals
 
-FINAL = Effort(first_requests=8000, max_requests=24_000, half_width=0.01)
-CURVE = Effort(first_requests=1500, max_requests=4000, half_width=0.02, decides=True)
+FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
+CURVE = Effort(first_requests=2000, max_requests=8000, half_width=0.02, decides=True)
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
 CURVES = 4  # candidates that get them
 BEYOND = (1.1, 1.3, 1.6)  # of the goodput: where it is seen which pool binds, the first that misses the SLO
@@ -112,7 +112,7 @@ class PlanAnswer:
         jobs: list[EstimateJob | GoodputProblem] = [
             self._job(placement, rate, FINAL, error),
             *self._error_searches(tried[0], error),
-            self._job(placement, BEYOND[0] * tried[0].goodput.value, CURVE),
+            self._job(placement, BEYOND[0] * tried[0].goodput.value, FINAL),
         ]
         for goodput in shown:
             points = [share * goodput.goodput.value for share in CURVE_AT]
@@ -131,9 +131,7 @@ class PlanAnswer:
         placement, top = self.placements[chosen.candidate], 1.05 * chosen.goodput.value
         return [
             replace(
-                goodput_problem(self.problem, placement, effort=JOINT, precision=0.05, factor=factor),
-                bottom=0.8 * top / factor,
-                top=top / factor,
+                goodput_problem(self.problem, placement, effort=JOINT, precision=0.03, factor=factor), top=top / factor
             )
             for factor in (factors_of(error) if error else ())
         ]
@@ -142,7 +140,7 @@ class PlanAnswer:
         """What binds shows only where something is late."""
         for factor in BEYOND[1:]:
             if knee.keeps_slo:
-                (knee,) = self._estimates([(placement, factor * goodput)], CURVE)
+                (knee,) = self._estimates([(placement, factor * goodput)], FINAL)
         return knee
 
     def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
@@ -228,9 +226,8 @@ def _with_error(chosen: Goodput, knees: Sequence[Knee]) -> Goodput:
     """Its interval covers what was found at longer and at shorter times."""
     if not knees:
         return chosen
-    (slow, fast), own = knees, chosen.goodput
-    low, high = min(own.low, slow.goodput.low), max(own.high, fast.goodput.high)
-    return replace(chosen, goodput=Interval(own.value, low, high))
+    (slow, fast), value = knees, chosen.goodput.value
+    return replace(chosen, goodput=Interval(value, min(value, slow.goodput.low), max(value, fast.goodput.high)))
 
 
 def _falling(curve: Sequence[RatePoint]) -> tuple[RatePoint, ...]:

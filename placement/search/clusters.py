@@ -1,10 +1,10 @@
 """Whole clusters are simulated here: each placement's goodput, those of its neighbours where they may be better, and
-those of hybrids of the best two pools and the best colocated placement, by a quick look of all that are far from the
-best. Where a request says who may guess tokens ahead, the best of each kind are simulated so, too.
+those of hybrids of the best two pools and the best colocated placement, of most by a quick look. Where a request says
+who may guess tokens ahead, the best of each kind are simulated so, too.
 
-For a number of GPUs a worker is moved from one pool to the other where the best one binds, and of the best hybrid as
-long as that helps; for a rate each placement is sized until it keeps the SLO there (placement/search/sizing.py), and
-hybrids of the best are cut down as far as they keep it. The best are simulated again by longer runs.
+For a number of GPUs a worker is moved from one pool to the other where the best one binds; for a rate each placement is
+sized until it keeps the SLO there (placement/search/sizing.py), and hybrids of the best are cut down as far as they
+keep it. The best are simulated again by longer runs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from dataclasses import dataclass, replace
 from placement.build.from_offers import guessing_ahead
 from placement.catalogs.base import Degrees
 from placement.goodput.estimate import Effort
-from placement.goodput.search import (
-    GoodputProblem,
-    Knee,
-    find_goodput,
-    is_quick,
-    quickly,
-    searched_from,
-    verify_goodput,
-)
+from placement.goodput.search import GoodputProblem, Knee, find_goodput, verify_goodput
 from placement.latency.scaled import factors_of
 from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.placements import Placement, goodput_problem
@@ -32,12 +24,10 @@ from placement.search.sizing import binding_pool, size_for_rate, sizing_job, wit
 
 CHUNKS_BESIDE = (128, 256, 512)  # tokens, of mixed workers that are there for answers first
 HYBRIDS_OF = 3  # placements, no two of the same degrees
-MOST_SHIFTS = 4  # of the best hybrid
+QUICK = 0.1  # of the requests: a quick look
 NEAR = 0.9  # of the best by a quick look: what may be the best
-MOST_NEAR = 4  # of those, that are searched: of more than are alike, any is as good as the best
 LONG = Effort(first_requests=16_000, max_requests=32_000, half_width=0.01, decides=True)
-JOINT = Effort(first_requests=1500, max_requests=6000, half_width=0.015, decides=True)
-SIZING = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
+JOINT = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +39,7 @@ class SimulatedCluster:
 
 def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> list[SimulatedCluster]:
     """Each one's goodput; then a worker moved from one pool to the other where that may help the best."""
-    clusters = _best_of(search, placements, _searches(search, placements), "whole clusters")
+    clusters = _goodputs(search, placements, "whole clusters")
     done = {placement.candidate for placement in placements}
     for _ in range(2):
         two_pools = [cluster for cluster in clusters if cluster.placement.candidate.kind == "two pools"]
@@ -60,49 +50,10 @@ def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> li
         if moved is None or moved.candidate in done:
             break
         done.add(moved.candidate)
-        clusters += _best_of(search, [moved], _searches(search, [moved]), "neighbours of the best")
+        clusters += _goodputs(search, [moved], "neighbours of the best")
     hybrids = _hybrids(search, clusters)
-    return clusters + _shifted(search, _best_of(search, hybrids, _searches(search, hybrids), "hybrids"))
-
-
-def _shifted(search: PlanSearch, hybrids: Sequence[SimulatedCluster]) -> list[SimulatedCluster]:
-    """And what the best of them becomes with a worker more in one pool, as long as that is better: mixed workers need
-    others to help them less than pure ones do, and the more GPUs there are, the further that goes."""
-    found = list(hybrids)
-    for _ in range(MOST_SHIFTS):
-        best = max(found, key=lambda cluster: search.score(cluster.goodput), default=None)
-        if best is None or not best.goodput.goodput.value:
-            break
-        done = {cluster.placement.candidate for cluster in found}
-        placements = [
-            replace(best.placement, candidate=candidate, promised=best.goodput.goodput.value)
-            for candidate in shifts_of(best.placement.candidate, search.num_gpus)
-            if candidate not in done
-        ]
-        searches = _searches(search, placements)
-        others = _best_of(search, placements, searches, "hybrids beside the best", search.worth(best.goodput))
-        found += others
-        if all(search.score(other.goodput) <= search.score(best.goodput) for other in others):
-            break
-    return found
-
-
-def shifts_of(candidate: Candidate, num_gpus: int) -> list[Candidate]:
-    """With a worker more in one pool of two, or as many more as there are GPUs for then, and as many less in the other
-    as that takes."""
-    found = []
-    for to, source in ((0, 1), (1, 0)):
-        pools = list(candidate.pools)
-        if len(pools) != 2:
-            continue
-        pools[to] = replace(pools[to], replicas=pools[to].replicas + 1)
-        while pools[source].replicas > 0 and sum(pool.gpus for pool in pools) > num_gpus:
-            pools[source] = replace(pools[source], replicas=pools[source].replicas - 1)
-        left = num_gpus - sum(pool.gpus for pool in pools)
-        pools[to] = replace(pools[to], replicas=pools[to].replicas + left // pools[to].degrees.gpus)
-        if pools[source].replicas and left >= 0:
-            found.append(replace(candidate, pools=tuple(pools)))
-    return found
+    searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in hybrids]
+    return clusters + _best_of(search, hybrids, searches, "hybrids")
 
 
 def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Placement]:
@@ -165,53 +116,44 @@ def simulate_guessing(search: PlanSearch, clusters: Sequence[SimulatedCluster]) 
         guessing = _sized(search, guessing, rate, "guessing ahead, for the rate", may_grow=False)
         searches = _headrooms(search, guessing, rate)
     else:
-        searches = _searches(search, guessing)
+        searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in guessing]
     return _best_of(search, guessing, searches, "guessing ahead")
 
 
 def _headrooms(search: PlanSearch, placements: Sequence[Placement], rate: float) -> list[GoodputProblem]:
     """What is searched for each: by how much it keeps more than the rate."""
-    searches = _searches(search, placements, precision=0.03)
+    searches = [goodput_problem(search.problem, placement, effort=JOINT, precision=0.03) for placement in placements]
     return [replace(each, bottom=rate, top=1.25 * rate) for each in searches]
 
 
-def _searches(search: PlanSearch, placements: Sequence[Placement], precision: float = 0.02) -> list[GoodputProblem]:
-    return [goodput_problem(search.problem, each, effort=JOINT, precision=precision) for each in placements]
-
-
 def _best_of(
-    search: PlanSearch,
-    placements: Sequence[Placement],
-    searches: Sequence[GoodputProblem],
-    what: str,
-    least: float = 0.0,
+    search: PlanSearch, placements: Sequence[Placement], searches: Sequence[GoodputProblem], what: str
 ) -> list[SimulatedCluster]:
-    """Each one's goodput: by a quick look, and searched where that sees it near the best. `least`: what another one is
-    worth that is known."""
-    quick = [quickly(each) for each in searches]
+    """Each one's goodput: by a quick look, and searched where that sees it near the best."""
+    quick = [replace(each, effort=each.effort.times(QUICK)) for each in searches]
     clusters = _clusters(search, placements, search.done(find_goodput, quick, f"{what}, a quick look"))
-    near = [at for at in _near_the_best(search, clusters, least) if not is_quick(searches[at])]
-    again = [searched_from(searches[at], clusters[at].goodput.goodput.value, NEAR) for at in near]
+    near = _near_the_best(search, clusters)
+    again = []
+    for at in near:
+        value = clusters[at].goodput.goodput.value
+        again.append(replace(searches[at], bottom=max(searches[at].bottom, NEAR * value), top=value / NEAR))
     found = _clusters(search, [placements[at] for at in near], search.done(find_goodput, again, what))
     return found + [cluster for at, cluster in enumerate(clusters) if at not in near]
 
 
-def _near_the_best(search: PlanSearch, clusters: Sequence[SimulatedCluster], least: float) -> list[int]:
+def _near_the_best(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[int]:
     """Which of them may be the best: for a rate none with more than the fewest GPUs."""
     gpus = [cluster.goodput.candidate.gpus for cluster in clusters if cluster.goodput.goodput.value]
     most = min(gpus, default=0) if search.question.rate else max(gpus, default=0)
     worths = [search.worth(each.goodput) if each.goodput.candidate.gpus <= most else 0.0 for each in clusters]
-    near = [at for at, worth in enumerate(worths) if worth >= NEAR * max(least, *worths) > 0]
-    near.sort(key=lambda at: -worths[at])
-    unlucky = [at for at, cluster in enumerate(clusters) if not cluster.goodput.goodput.value]  # perhaps
-    return (near + unlucky)[:MOST_NEAR]
+    return [at for at, worth in enumerate(worths) if worth >= NEAR * max(worths) > 0]
 
 
 def _sized(
     search: PlanSearch, placements: Sequence[Placement], rate: float, what: str, *, may_grow: bool = True
 ) -> list[Placement]:
     """Those that keep the SLO at the rate, with as many workers as that takes."""
-    effort = SIZING.times(search.question.thoroughness)
+    effort = JOINT.times(search.question.thoroughness)
     jobs = [replace(sizing_job(search.problem, each, rate, effort), may_grow=may_grow) for each in placements]
     by_candidate: dict[Candidate, Placement] = {}
     for sized in search.done(size_for_rate, jobs, what):
@@ -250,6 +192,11 @@ def _best_of_each_kind(
         if cluster.goodput.goodput.value:
             best.setdefault((candidate.kind, candidate.num_guesses > 0), cluster)
     return best
+
+
+def _goodputs(search: PlanSearch, placements: Sequence[Placement], what: str) -> list[SimulatedCluster]:
+    searches = [goodput_problem(search.problem, placement, effort=JOINT) for placement in placements]
+    return _clusters(search, placements, search.done(find_goodput, searches, what))
 
 
 def _clusters(search: PlanSearch, placements: Sequence[Placement], knees: Sequence[Knee]) -> list[SimulatedCluster]:

@@ -1,8 +1,7 @@
 """Screening finds the goodput of one worker alone: of each degree in one phase, as Algorithm 1 wants it, or colocated.
 
 What cannot win is not simulated: a degree whose bound (placement/goodput/bounds.py) is far below the best found, or
-that misses its target with nobody else there. Of the others a quick look is all that those far below the best get; the
-rest are searched from what it has seen. Searches run side by side in rounds of a fixed size, and what is left out
+that misses its target with nobody else there. Searches run side by side in rounds of a fixed size, and what is left out
 is decided between rounds: the answer does not depend on the number of processes.
 """
 
@@ -24,7 +23,7 @@ from placement.goodput.bounds import (
 )
 from placement.goodput.estimate import Effort
 from placement.goodput.runner import Runner
-from placement.goodput.search import GoodputProblem, Knee, find_goodput, is_quick, quickly, searched_from
+from placement.goodput.search import GoodputProblem, find_goodput
 from placement.plan import Candidate
 from placement.search.infeasible import idle_reason, room_reason
 from placement.search.problem import PhaseRole, PlacementProblem, SearchLog, WorkerGoodput
@@ -33,8 +32,7 @@ from placement.simulator.systems import LiveSystem
 ROUND = 4  # searches between two looks at what can be left out
 WORTH = 0.75  # of the best goodput per GPU: what is below is not used
 CHUNKS = (128, 256, 512, 1024, 2048)
-NEAR = 0.85  # of a goodput: a quick look is hardly further off
-SCREENING = Effort(first_requests=1500, max_requests=4000, half_width=0.02, decides=True)
+SCREENING = Effort(first_requests=1500, max_requests=6000, half_width=0.02, decides=True)
 
 
 def usable_offers(problem: PlacementProblem, max_gpus: int, log: SearchLog) -> list[Offer]:
@@ -152,24 +150,10 @@ def _best_first(runner: Runner, contenders: list[_Contender], log: SearchLog, wh
     best = 0.0
     while contenders and contenders[0].bound_per_gpu >= WORTH * best:
         now, contenders = contenders[:ROUND], contenders[ROUND:]
-        for contender, knee in zip(now, _knees(runner, now, best, log, what), strict=True):
-            screened.append(WorkerGoodput(offer=contender.offer, goodput=knee.goodput, unit=contender.unit))
+        for contender, result in zip(
+            now, runner.map(find_goodput, [contender.search for contender in now], what), strict=True
+        ):
+            log.count(result)
+            screened.append(WorkerGoodput(offer=contender.offer, goodput=result.goodput, unit=contender.unit))
             best = max(best, screened[-1].per_gpu)
     return sorted((worker for worker in screened if worker.goodput.value), key=lambda worker: -worker.per_gpu)
-
-
-def _knees(runner: Runner, contenders: Sequence[_Contender], best: float, log: SearchLog, what: str) -> list[Knee]:
-    """Of each. By a quick look alone where that sees some, but less than is used; `best`: goodput per GPU so far."""
-    quick = [quickly(contender.search) for contender in contenders]
-    knees = runner.map(find_goodput, quick, f"{what}, a quick look")
-    seen = [knee.goodput.value / each.offer.degrees.gpus for each, knee in zip(contenders, knees, strict=True)]
-    worth = NEAR * WORTH * max(best, *seen)
-    wanted = [at for at, value in enumerate(seen) if value >= worth or not value]  # nothing may be bad luck
-    near = [at for at in wanted if not is_quick(contenders[at].search)]
-    again = [searched_from(contenders[at].search, knees[at].goodput.value, NEAR) for at in near]
-    for knee in knees:
-        log.count(knee)
-    for at, knee in zip(near, runner.map(find_goodput, again, what), strict=True):
-        log.count(knee)
-        knees[at] = knee
-    return knees

@@ -9,16 +9,7 @@ import pytest
 from placement.build.from_offers import first_tokens_of, phase_alone
 from placement.goodput.estimate import Effort, Estimate, estimate
 from placement.goodput.runner import open_runner
-from placement.goodput.search import (
-    GoodputProblem,
-    crossing,
-    find_goodput,
-    goodput_of,
-    is_quick,
-    quickly,
-    searched_from,
-    verify_goodput,
-)
+from placement.goodput.search import GoodputProblem, crossing, find_goodput, goodput_of, verify_goodput
 from placement.goodput.targets import Targets
 from placement.plan import Interval, RatePoint, Slo
 from placement.simulator.systems import LiveSystem
@@ -61,20 +52,6 @@ def test_a_wrong_bound_costs_time_and_not_the_answer(top: float) -> None:
 def test_a_rate_asked_for_far_below_the_goodput_does_not_hide_it(rate: float) -> None:
     found = find_goodput(problem(bottom=rate, top=1.25 * rate)).goodput
     assert found.value == pytest.approx(rate_of_formula(), rel=0.06)
-
-
-def test_a_search_from_a_quick_look_finds_as_much_with_fewer_requests() -> None:
-    whole, quick = find_goodput(problem()), find_goodput(quickly(problem()))
-    again = find_goodput(searched_from(problem(), quick.goodput.value, 0.85))
-    assert again.goodput.value == pytest.approx(rate_of_formula(), rel=0.05)
-    assert 3 * quick.num_simulated < again.num_simulated < whole.num_simulated - quick.num_simulated
-    assert not is_quick(problem())
-
-
-def test_a_quick_look_that_saw_nothing_leaves_the_search_as_it_is() -> None:
-    assert searched_from(problem(), 0.0, 0.85).top == problem().top
-    least = problem(effort=QUICK.times(0.05))
-    assert is_quick(least), "as few requests as a look may have"
 
 
 def test_looser_targets_never_lower_the_goodput() -> None:

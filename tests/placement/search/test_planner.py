@@ -12,7 +12,7 @@ from placement.build.from_offers import mixed_of, pair_of
 from placement.catalogs.base import Degrees, Offer, PlanError
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Plan, RequestClass, Slo, to_json
-from placement.search.clusters import JOINT, hybrids_of, shifts_of
+from placement.search.clusters import JOINT, hybrids_of
 from placement.search.placements import Placement
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
@@ -115,17 +115,6 @@ def test_hybrids_keep_the_workers_and_their_gpus() -> None:
     assert hybrids_of(mixed_of(offer, 1, "toy", 512)) == []
 
 
-def test_a_worker_moves_to_either_pool_and_all_gpus_are_used() -> None:
-    small, large = toy_offer(1), toy_offer(4)
-    pair = pair_of((small, 9), (large, 2), "toy")
-    assert [[pool.replicas for pool in each.pools] for each in shifts_of(pair, 17)] == [[13, 1], [5, 3]]
-    assert [[pool.replicas for pool in each.pools] for each in shifts_of(pair, 19)] == [[11, 2], [7, 3]]
-    assert [
-        [pool.replicas for pool in each.pools] for each in shifts_of(pair_of((small, 1), (small, 1), "toy"), 2)
-    ] == []
-    assert shifts_of(mixed_of(small, 2, "toy", 512), 2) == []
-
-
 def test_replicas_for_a_rate_keep_the_slo_there_and_no_worker_is_too_many() -> None:
     found = planned(num_gpus=None, rate=15.0, colocated=False)
     assert found.at_rate.rate == 15.0
@@ -138,12 +127,10 @@ def test_replicas_for_a_rate_keep_the_slo_there_and_no_worker_is_too_many() -> N
 
 
 def test_for_a_rate_a_hybrid_is_tried_with_as_many_workers_or_fewer() -> None:
-    """Of two workers: one of each kind and two that do both serve alike here, so that either may be chosen."""
+    """The same two workers that are best for two GPUs."""
     found = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=None, rate=14.0)
     assert {each.candidate.kind for each in found.tried} == {"hybrid", "one pool", "two pools"}
-    hybrid = next(each for each in found.tried if each.candidate.kind == "hybrid")
-    assert hybrid.candidate.gpus == found.chosen.candidate.gpus == 2
-    assert hybrid.goodput.value >= 0.95 * found.chosen.goodput.value
+    assert (found.chosen.candidate.kind, found.chosen.candidate.gpus) == ("hybrid", 2)
 
 
 def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
