@@ -50,6 +50,7 @@ class _PassingStep:
 
     steps: PipelineSteps
     meta: StepMeta
+    rows: torch.Tensor
     told: OnLayer | None
     wanted: WantedRows
     logits: torch.Tensor | None = None  # until this stage has computed it, too
@@ -73,8 +74,9 @@ class PipelineSteps:
 
     def begin(self, step: Step) -> PendingStep:
         wanted, meta = WantedRows.of(step.chunks), self._model.packed(step.chunks)
-        told = self._team.begin(self._pages.memory, meta, torch.tensor(wanted.rows, dtype=torch.long), step.on_layer)
-        self._begun.append(_PassingStep(self, meta, told, wanted))
+        rows = torch.tensor(wanted.rows, dtype=torch.long)
+        told = self._team.begin(self._pages.memory, meta, rows, step.on_layer)
+        self._begun.append(_PassingStep(self, meta, rows, told, wanted))
         return self._begun[-1]
 
     def computed(self, step: _PassingStep) -> torch.Tensor:
@@ -82,7 +84,6 @@ class PipelineSteps:
         Raises EngineBroken."""
         while step.logits is None:
             first = self._begun.popleft()
-            rows = torch.tensor(first.wanted.rows, dtype=torch.long)
             with self._team.in_step():
-                first.logits = self._model.run(self._pages, first.meta, rows, first.told)
+                first.logits = self._model.run(self._pages, first.meta, first.rows, first.told)
         return step.logits

@@ -104,8 +104,9 @@ class LeaderMirror:
         self._group = group
 
     def told(self, step: Step) -> AbstractContextManager[None]:
-        is_known = all(PENDING not in chunk.token_ids for chunk in step.chunks)
-        assert is_known or self._group is not None, "the first stage does not know what the last one draws"
+        if self._group is None:
+            is_known = all(PENDING not in chunk.token_ids for chunk in step.chunks)
+            assert is_known, "the first stage does not know what the last one draws"
         return self._tell(chunks_frame(step))
 
     def draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:

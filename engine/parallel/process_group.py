@@ -122,16 +122,20 @@ class GroupHop:
     def meet(cls, meeting: Path, rank: int, like: torch.Tensor, timeout_s: float) -> GroupHop:
         """Rank 0 sends. Also the first message, as of collectives."""
         hop = cls(make_group(meeting, Shard(rank, 2), like.device, timeout_s), like)
-        hop.send(torch.zeros(1, device=like.device))
+        hop._message(torch.zeros(1, device=like.device))
         return hop
 
     def receive(self, num_rows: int) -> torch.Tensor:
         hidden_TN = self._like.new_empty(num_rows, self._like.shape[-1])
-        self.send(hidden_TN)
+        self._message(hidden_TN)
         return hidden_TN
 
     def send(self, hidden_TN: torch.Tensor) -> None:
-        work = self._group.broadcast([hidden_TN.contiguous()], self._options)
+        self._message(hidden_TN.contiguous())
+
+    def _message(self, x: torch.Tensor) -> None:
+        """From rank 0's `x` into the other's."""
+        work = self._group.broadcast([x], self._options)
         if work is not None:
             work.wait()
 

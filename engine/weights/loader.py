@@ -10,7 +10,8 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -117,12 +118,8 @@ def probe_model(model: PreTrainedModel, max_len: int) -> Probe:
     for config in (model.config, model.config.get_text_config()):
         config.kvrelay_max_len = max_len
     set_attention(model, hooks.PROBE)
-    try:
+    with _refused_if_it_fails(name):
         probe = run_probe(model)
-    except UnsupportedModel:
-        raise
-    except Exception as error:  # any architecture may fail here in its own way; none may take the server down
-        raise UnsupportedModel(f"{name} cannot run on packed tokens: {first_sentence(error)}") from error
     expected = model.config.get_text_config().num_hidden_layers
     if not probe.layers:
         raise UnsupportedModel(f"{name} does not call transformers' attention interface, so its KV cannot be paged")
@@ -141,16 +138,21 @@ def probe_cut(model: PreTrainedModel, whole: Probe, layers: range) -> Probe:
     does. Raises UnsupportedModel."""
     set_attention(model, hooks.PROBE)
     probe = Probe(num_tokens=PROBE_TOKENS, layers=whole.layers[: layers.start])
-    try:
+    with suppress(PassLeaves), _refused_if_it_fails(type(model).__name__):
         _run_tokens(model, probe)
-    except PassLeaves:
-        pass
-    except Exception as error:  # as above
-        raise UnsupportedModel(
-            f"{type(model).__name__} cannot run on packed tokens: {first_sentence(error)}"
-        ) from error
     probe.layers += whole.layers[layers.stop :]
     return probe
+
+
+@contextmanager
+def _refused_if_it_fails(name: str) -> Iterator[None]:
+    """Any architecture may fail in its own way where it is probed; none may take the server down."""
+    try:
+        yield
+    except (UnsupportedModel, PassLeaves):
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"{name} cannot run on packed tokens: {first_sentence(error)}") from error
 
 
 def load_probed(model: str, served: ServedConfig) -> tuple[PreTrainedModel, Probe]:

@@ -37,7 +37,7 @@ def _unit(problem: PlacementProblem) -> str:
 def _raise_if_too_long(problem: PlacementProblem, offers: Sequence[Offer]) -> None:
     source = problem.traffic.source
     roomiest = max(offers, key=lambda offer: offer.kv_tokens)
-    total = source.prompt_len + source.output_len
+    total = held_len(source, "decode")
     over = float((total > roomiest.kv_tokens).mean())
     if over > 1 - problem.targets.slo.attainment:
         row = int(np.argmax(total))
