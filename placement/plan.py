@@ -145,6 +145,7 @@ class Goodput:
     usd_per_hour: float
     watts: float
     limit: str = ""  # why it is no higher, where a reason other than queueing is known
+    is_rough: bool = False  # by runs so short that a queue had no time to build: most are too high by a few per cent
 
     @property
     def per_gpu(self) -> float:

@@ -135,7 +135,7 @@ def _tried_row(rank: int, placement: Goodput, plan: Plan) -> dict[str, Any]:
         "is_chosen": placement.candidate == plan.chosen.candidate,
         "is_colocated": placement.candidate.is_colocated,
         "gpus": placement.candidate.gpus,
-        "goodput": amounts.between(placement.goodput) if rate else "0",
+        "goodput": words.goodput_of(placement) if rate else "0",
         "per_gpu": amounts.num(placement.per_gpu),
         "usd": f"{placement.usd_per_hour:,.2f}",
         "usd_each": amounts.usd_per_million(placement.usd_per_hour, rate).lstrip("$"),

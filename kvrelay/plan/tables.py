@@ -86,7 +86,7 @@ def _alternatives(plan: Plan) -> Table:
 
 def _row(rank: int, placement: Goodput) -> tuple[str, ...]:
     none = f"0: {placement.limit}" if placement.limit else "0"
-    goodput = amounts.between(placement.goodput) if placement.goodput.value else none
+    goodput = words.goodput_of(placement) if placement.goodput.value else none
     label, gpus = placement.candidate.label, f"{placement.candidate.gpus}"
     return f"{rank}", label, gpus, goodput, amounts.num(placement.per_gpu), f"{placement.usd_per_hour:,.2f}"
 

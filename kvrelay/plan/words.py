@@ -166,6 +166,11 @@ def _by_gpu(apart: Goodput, together: Goodput) -> str:
     return f"Colocated workers serve {num(1 / ratio)} times what the best two pools do: {figures}."
 
 
+def goodput_of(placement: Goodput) -> str:
+    """With its interval, and a sign where short runs had to do."""
+    return ("~ " if placement.is_rough else "") + between(placement.goodput)
+
+
 def best_of(tried: Sequence[Goodput], kind: Kind) -> Goodput | None:
     """The first of its kind that meets the targets at some rate; `tried` has the best first."""
     return next((each for each in tried if each.candidate.kind == kind and each.goodput.value > 0), None)

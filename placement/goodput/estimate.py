@@ -29,19 +29,22 @@ from placement.workload.requests import Floats, Ints
 from placement.workload.traffic import Traffic
 
 TRUSTED_CORRELATION = 0.4
-E2E_TIMES = 6  # what a request takes, in a run that is trusted
+FILLED = 3  # times what a request takes: a cluster that was empty has filled up
+MOST_LONGER = 8  # times the most requests of an effort, where a run of so few does not last so long
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How long to simulate. `half_width`: of the attainment's interval, where it is narrow enough. `decides`: stop too
-    as soon as the interval leaves the target on one side."""
+    as soon as the interval leaves the target on one side. `max_requests`: more only where so few do not last.
+    `e2e_times`: what a request takes, so many times, does a run last that is trusted."""
 
     first_requests: int = 2000
     max_requests: int = 32_000
     half_width: float = 0.01
     decides: bool = False
+    e2e_times: float = 6.0
 
     def times(self, factor: float) -> Effort:
         """So many times as many requests, and intervals as much narrower as that gives."""
@@ -94,10 +97,12 @@ def estimate(
     while True:
         look = _Look(system, system.play(traffic.draw(rate / copies, count, seed)), targets)
         simulated += count
-        if look.is_enough(effort) or count >= effort.max_requests:
+        most = min(max(effort.max_requests, look.lasting(effort)), MOST_LONGER * effort.max_requests)
+        if look.is_enough(effort) or count >= most:
             break
-        count = min(effort.max_requests, max(2 * count, look.wanted(effort)))
+        count = min(most, max(2 * count, look.wanted(effort)))
     estimated = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
+    count = min(count, max(effort.first_requests, look.lasting(effort)))  # enough for what differs by so much
     for factor in factors_of(error) if error else ():
         other = _Look(system, system.scaled(factor).play(traffic.draw(rate / copies, count, seed)), targets)
         estimated = _widened(estimated, other.estimate(rate, count, is_settled=True))
@@ -170,9 +175,11 @@ class _Look:
         return worst
 
     def _in_system(self) -> Floats:
-        """How many requests were there, at even times between the first arrival and the last."""
+        """How many requests were there, at even times up to the last arrival: the second half of them, if the run lasts
+        so long, when a cluster that was empty has filled up, which looks as if a queue grew."""
         at, ended_s = self.outcome.workload.arrival_s, self.outcome.ended_s
-        times = np.linspace(at[0], at[-1], 65)[1:]
+        begin_s = max(float(at[0]), 2 * (float(at[0]) + FILLED * self.e2e_s) - float(at[-1]))
+        times = np.linspace(begin_s if begin_s < at[-1] else at[0], at[-1], 65)[1:]
         end_s = np.sort(ended_s[np.isfinite(ended_s)])
         came_at = np.sort(at[np.isfinite(ended_s)])
         counts: Floats = (np.searchsorted(came_at, times) - np.searchsorted(end_s, times)).astype(np.float64)
@@ -181,24 +188,29 @@ class _Look:
     def is_enough(self, effort: Effort) -> bool:
         if effort.decides and (self.slack.high < 0 or (self.is_growing and self.slack.value < 0)):
             return True
-        if self.is_growing or self._is_short() or self.correlation > TRUSTED_CORRELATION:
+        if self.is_growing or self._is_short(effort) or self.correlation > TRUSTED_CORRELATION:
             return False
         if effort.decides and self.slack.low > 0:
             return True
         return self.attainment.high - self.attainment.low <= 2 * effort.half_width
 
-    def _is_short(self) -> bool:
+    def _is_short(self, effort: Effort) -> bool:
         counted = self.window.stop - self.window.start
-        return self.outcome.workload.duration_s < E2E_TIMES * self.e2e_s or counted < 0.4 * len(self.outcome)
+        return self.outcome.workload.duration_s < effort.e2e_times * self.e2e_s or counted < 0.4 * len(self.outcome)
+
+    def lasting(self, effort: Effort) -> int:
+        """Requests in a run that lasts long enough. None where a queue that grows has made too many late."""
+        if self.is_growing and self.slack.value < 0:
+            return 0
+        return math.ceil(1.2 * effort.e2e_times * self.e2e_s * self.outcome.workload.rate)
 
     def wanted(self, effort: Effort) -> int:
         """Requests in a run that is long enough, as far as this one tells: its interval narrows as the root of them."""
         if self.is_growing:
             return 0
-        lasting = math.ceil(1.2 * E2E_TIMES * self.e2e_s * self.outcome.workload.rate)
         half = (self.attainment.high - self.attainment.low) / 2
         aim = max(effort.half_width, abs(self.slack.value) if effort.decides else 0.0)
-        return max(lasting, math.ceil(len(self.outcome) * (half / aim) ** 2 * 1.2))
+        return max(self.lasting(effort), math.ceil(len(self.outcome) * (half / aim) ** 2 * 1.2))
 
     def estimate(self, rate: float, simulated: int, *, is_settled: bool) -> Estimate:
         outcome, kept = self.outcome, self.kept

@@ -6,6 +6,9 @@ All rates are judged on the same requests (placement/workload/traffic.py), so th
 on luck between two rates, nor on the number of processes: a search is one task, done by one process from its beginning
 to its end.
 
+Near capacity a queue builds so slowly that a short run keeps the SLO at a rate that no long one does. So the rate that
+is found may be verified by longer runs.
+
 The interval of a goodput is where the interval of the attainment crosses the target: rates that surely keep it below,
 rates that surely miss it above.
 """
@@ -13,7 +16,7 @@ rates that surely miss it above.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from placement.goodput.estimate import Effort, Estimate, estimate
 from placement.goodput.targets import Targets
@@ -22,7 +25,7 @@ from placement.simulator.systems import System
 from placement.workload.traffic import Traffic
 
 MOST_RAISES = 6
-MOST_LEAPS = 18  # after so many raises, from a rate far below the goodput
+MOST_STEPS = 12  # out of a range that was given, each as large as all before
 MOST_HALVINGS = 9
 
 
@@ -41,7 +44,7 @@ class GoodputProblem:
     factor: float = 1.0
     copies: int = 1  # of the system share the rate
     bottom: float = 0.0  # a rate that it will hardly fall below
-    earlier: tuple[Estimate, ...] = ()  # of a search whose goodput is to be verified by longer runs
+    longer: Effort | None = None  # the rate found is verified by it
 
     def estimate(self, rate: float) -> Estimate:
         system = self.system.scaled(self.factor)
@@ -78,26 +81,29 @@ def find_goodput(problem: GoodputProblem) -> Knee:
             low = middle
         else:
             high = middle
-    tried.sort(key=lambda estimate: estimate.point.rate)
-    return _knee(problem, tried, simulated=tried)
+    found = {estimate.point.rate: estimate for estimate in tried}
+    if problem.longer is not None:
+        tried += _verified(replace(problem, effort=problem.longer), found)
+    return Knee(
+        goodput=goodput_of([found[rate] for rate in sorted(found)], problem.targets.most_slack),
+        estimates=tuple(found[rate] for rate in sorted(found)),
+        num_simulated=sum(estimate.num_simulated for estimate in tried),
+        cpu_s=sum(estimate.cpu_s for estimate in tried),
+    )
 
 
-def verify_goodput(problem: GoodputProblem) -> Knee:
-    """The goodput of an earlier search again, by the longer runs of this problem's effort.
-
-    Near capacity a queue builds so slowly that a short run keeps the SLO at a rate that no long one does. So the best
-    rate found is simulated again, and where it turns out to be missed lower ones are, until one is kept.
-    """
-    by_rate = {estimate.point.rate: estimate for estimate in problem.earlier}
+def _verified(problem: GoodputProblem, found: dict[float, Estimate]) -> list[Estimate]:
+    """The best rate again, by longer runs, and where it turns out to be missed lower ones, until one is kept. What is
+    found takes the place of what was."""
     again: list[Estimate] = []
-    rate = _highest_kept(by_rate)
+    rate = _highest_kept(found)
     while rate and len(again) < MOST_HALVINGS:
         again.append(problem.estimate(rate))
-        by_rate[rate] = again[-1]
+        found[rate] = again[-1]
         if again[-1].keeps_slo:
             break
-        rate = max(0.96 * rate, _highest_kept(by_rate))
-    return _knee(problem, [by_rate[rate] for rate in sorted(by_rate)], simulated=again)
+        rate = max(0.96 * rate, _highest_kept(found))
+    return again
 
 
 def _highest_kept(by_rate: Mapping[float, Estimate]) -> float:
@@ -110,35 +116,33 @@ def _highest_kept(by_rate: Mapping[float, Estimate]) -> float:
     return kept
 
 
-def _knee(problem: GoodputProblem, estimates: Sequence[Estimate], *, simulated: Sequence[Estimate]) -> Knee:
-    return Knee(
-        goodput=goodput_of(estimates, problem.targets.most_slack),
-        estimates=tuple(estimates),
-        num_simulated=sum(estimate.num_simulated for estimate in simulated),
-        cpu_s=sum(estimate.cpu_s for estimate in simulated),
-    )
-
-
 def _bracket(problem: GoodputProblem, keeps: Callable[[float], bool]) -> tuple[float, float]:
     """A rate that keeps the SLO (0: none does) and one that misses it."""
-    if problem.bottom and keeps(problem.bottom):
-        low, high = problem.bottom, problem.top
-        for raised in range(MOST_RAISES + MOST_LEAPS):
-            if not keeps(high):
-                return low, high
-            low, high = high, high * (1.3 if raised < MOST_RAISES else 4)
-        return low, low
-    high = problem.bottom or problem.top
+    if problem.bottom:
+        return _bracket_from(problem.bottom, problem.top, keeps)
+    high = problem.top
     low = high * 0.7
-    if not problem.bottom and keeps(low):
+    if keeps(low):
         return _raise(low, high, keeps)
-    high = low if not problem.bottom else high
+    high = low
     for _ in range(MOST_HALVINGS):
         low = high * 0.6
         if keeps(low):
             return low, high
         high = low
     return 0.0, high
+
+
+def _bracket_from(bottom: float, top: float, keeps: Callable[[float], bool]) -> tuple[float, float]:
+    """Between the two; where it is not, further and further out."""
+    step, is_above = top / bottom, keeps(bottom)
+    low, high = (bottom, top) if is_above else (bottom / step, bottom)
+    for _ in range(MOST_STEPS):
+        if is_above != keeps(high if is_above else low):
+            return low, high
+        low, high = (high, high * step) if is_above else (low / step, low)
+        step = min(step * step, 4)
+    return (low, low) if is_above else (0.0, high)
 
 
 def _raise(low: float, high: float, keeps: Callable[[float], bool]) -> tuple[float, float]:

@@ -21,8 +21,9 @@ from placement.search.sizing import EstimateJob, binding_pool, estimate_job, wit
 from placement.search.what_if import swings_of, what_if
 from placement.workload.arrivals import fit_arrivals
 
-FINAL = Effort(first_requests=4000, max_requests=24_000, half_width=0.01)
-CURVE = Effort(first_requests=2000, max_requests=8000, half_width=0.02, decides=True)
+FINAL = Effort(first_requests=6000, max_requests=18_000, half_width=0.01)
+BINDS = Effort(first_requests=1500, max_requests=4000, half_width=0.02, decides=True)
+CURVE = Effort(first_requests=1000, max_requests=2000, half_width=0.03, decides=True)
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
 CURVES = 4  # candidates that get them
 BEYOND = (1.1, 1.3, 1.6)  # of the goodput: where it is seen which pool binds, the first that misses the SLO
@@ -112,7 +113,7 @@ class PlanAnswer:
         jobs: list[EstimateJob | GoodputProblem] = [
             self._job(placement, rate, FINAL, error),
             *self._error_searches(tried[0], error),
-            self._job(placement, BEYOND[0] * tried[0].goodput.value, FINAL),
+            self._job(placement, BEYOND[0] * tried[0].goodput.value, BINDS),
         ]
         for goodput in shown:
             points = [share * goodput.goodput.value for share in CURVE_AT]
@@ -131,7 +132,9 @@ class PlanAnswer:
         placement, top = self.placements[chosen.candidate], 1.05 * chosen.goodput.value
         return [
             replace(
-                goodput_problem(self.problem, placement, effort=JOINT, precision=0.03, factor=factor), top=top / factor
+                goodput_problem(self.problem, placement, effort=JOINT, precision=0.05, factor=factor),
+                bottom=0.8 * top / factor,
+                top=top / factor,
             )
             for factor in (factors_of(error) if error else ())
         ]
@@ -140,7 +143,7 @@ class PlanAnswer:
         """What binds shows only where something is late."""
         for factor in BEYOND[1:]:
             if knee.keeps_slo:
-                (knee,) = self._estimates([(placement, factor * goodput)], FINAL)
+                (knee,) = self._estimates([(placement, factor * goodput)], BINDS)
         return knee
 
     def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
@@ -154,7 +157,7 @@ class PlanAnswer:
             return binding, as_it_is
         roles: tuple[PhaseRole, ...] = ("prefill", "decode")
         variants = [replace(placement, candidate=with_one_more(candidate, role)) for role in roles]
-        estimates = self._estimates([(variant, knee.point.rate) for variant in variants], CURVE)
+        estimates = self._estimates([(variant, knee.point.rate) for variant in variants], BINDS)
         relief = {role: at.point.attainment.value for role, at in zip(roles, estimates, strict=True)}
         if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":
             binding = "prefill" if relief["prefill"] > relief["decode"] else "decode"
@@ -226,8 +229,9 @@ def _with_error(chosen: Goodput, knees: Sequence[Knee]) -> Goodput:
     """Its interval covers what was found at longer and at shorter times."""
     if not knees:
         return chosen
-    (slow, fast), value = knees, chosen.goodput.value
-    return replace(chosen, goodput=Interval(value, min(value, slow.goodput.low), max(value, fast.goodput.high)))
+    (slow, fast), own = knees, chosen.goodput
+    low, high = min(own.low, slow.goodput.low), max(own.high, fast.goodput.high)
+    return replace(chosen, goodput=Interval(own.value, low, high))
 
 
 def _falling(curve: Sequence[RatePoint]) -> tuple[RatePoint, ...]:

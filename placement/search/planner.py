@@ -4,8 +4,7 @@
            -> whole clusters simulated, a worker moved or added where one pool binds -> the best by the objective
            -> that one again with the latency model's error, relieved, and at the rate asked for
 
-Whoever cannot wait is told a first answer: the same search by a twentieth of the requests, without hybrids and what
-follows.
+Whoever cannot wait is told a first answer: the best pure placement by a quick look at all of them.
 
 It decides by simulation alone; arithmetic only leaves out what cannot win. PlanError says why nothing can be planned.
 """
@@ -17,7 +16,7 @@ from dataclasses import replace
 
 from placement.build.from_offers import offers_of
 from placement.catalogs.base import Catalog, Offer, PlanError
-from placement.goodput.runner import Job, Progress, Result, Runner, open_runner, used_cpu_s
+from placement.goodput.runner import Progress, open_runner, used_cpu_s
 from placement.goodput.targets import Targets
 from placement.plan import Goodput, Plan
 from placement.search.answer import PlanAnswer
@@ -26,7 +25,6 @@ from placement.search.clusters import (
     simulate_for_gpus,
     simulate_for_rate,
     simulate_guessing,
-    verify_best,
 )
 from placement.search.infeasible import raise_if_nothing_fits, why_nothing
 from placement.search.placements import (
@@ -46,7 +44,6 @@ from placement.workload.traffic import Traffic, with_classes
 WHOLE_CLUSTERS = 8  # of two pools, simulated as a whole: two phases keep less together than each promises alone
 SIZED_CLUSTERS = 4  # likewise, for a rate
 COLOCATED_CLUSTERS = 2
-COARSE = 0.05  # of the requests, for a first answer
 Phases = Mapping[str, Sequence[WorkerGoodput]]
 OnFirst = Callable[[Goodput], None]
 
@@ -79,11 +76,11 @@ def plan(
     offers = usable_offers(problem, num_gpus, log)
     raise_if_nothing_fits(problem, offers, log, num_gpus)
     with open_runner(question.processes, on_progress) as runner:
-        search = PlanSearch(question=question, problem=problem, runner=runner, log=log, num_gpus=num_gpus)
-        if on_first is not None:
-            _tell_first(search, offers, on_first)
+        search = PlanSearch(
+            question=question, problem=problem, runner=runner, log=log, num_gpus=num_gpus, on_first=on_first
+        )
         clusters, phases, colocated = _simulated(search, offers)
-        clusters = verify_best(search, clusters + simulate_guessing(search, clusters))
+        clusters += simulate_guessing(search, clusters)
         tried = _tried(search, clusters)
         if not tried:
             raise PlanError(why_nothing(problem, offers, log, num_gpus, phases["prefill"], phases["decode"], colocated))
@@ -112,32 +109,6 @@ def _tried(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Goo
     """What has a goodput, the best first."""
     tried = [cluster.goodput for cluster in clusters if cluster.goodput.goodput.value]
     return sorted(tried, key=search.score, reverse=True)
-
-
-def _tell_first(search: PlanSearch, offers: Sequence[Offer], on_first: OnFirst) -> None:
-    thoroughness = COARSE * search.question.thoroughness
-    coarse = replace(
-        search,
-        question=replace(search.question, thoroughness=thoroughness),
-        problem=replace(search.problem, thoroughness=thoroughness),
-        runner=_Coarsely(search.runner),
-        log=SearchLog(),
-        tries_hybrids=False,
-    )
-    tried = _tried(coarse, _simulated(coarse, offers)[0])
-    search.log.count(coarse.log)
-    if tried:
-        on_first(tried[0])
-
-
-class _Coarsely:
-    """A Runner that says so."""
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    def map(self, work: Callable[[Job], Result], jobs: Sequence[Job], what: str) -> list[Result]:
-        return self._runner.map(work, jobs, f"coarsely: {what}")
 
 
 def _num_gpus(question: PlanQuestion, catalog: Catalog) -> int:

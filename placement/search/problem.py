@@ -17,6 +17,7 @@ from placement.plan import Candidate, Goodput, Interval
 from placement.search.question import PlanQuestion
 from placement.workload.traffic import Traffic
 
+ROUGHLY = 0.95  # times a rough figure is what it is taken for
 PhaseRole = Literal["prefill", "decode"]
 
 
@@ -80,14 +81,14 @@ class SearchLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSearch:
-    """`num_gpus`: at most; for a rate, what a single worker may take. `tries_hybrids`: beside pure placements."""
+    """`num_gpus`: at most; for a rate, what a single worker may take. `on_first`: told a coarse answer."""
 
     question: PlanQuestion
     problem: PlacementProblem
     runner: Runner
     log: SearchLog
     num_gpus: int
-    tries_hybrids: bool = True
+    on_first: Callable[[Goodput], None] | None = None
 
     def done(self, work: Callable[[Job], Counted], jobs: Sequence[Job], what: str) -> list[Counted]:
         """work(job) of each, and counted."""
@@ -96,19 +97,21 @@ class PlanSearch:
             self.log.count(result)
         return results
 
+    def tell_first(self, goodputs: Sequence[Goodput]) -> None:
+        """The best of what a quick look has seen, if anything."""
+        best = max((each for each in goodputs if each.goodput.value), key=self.score, default=None)
+        if best is not None and self.on_first is not None:
+            self.on_first(best)
+
     def error_of(self, candidate: Candidate) -> float:
         """How wrong the latency model may be, as a share of every time."""
         return max(self.problem.offer_of(pool.degrees, True).error for pool in candidate.pools)
 
-    def worth(self, goodput: Goodput) -> float:
-        """By the objective, of clusters that keep a rate with as many GPUs: twice as much is twice as good."""
-        return goodput.per_gpu if self.question.objective != "goodput" else goodput.goodput.value
-
     def score(self, goodput: Goodput) -> tuple[float, float]:
-        """By the objective: more is better."""
-        gpus = goodput.candidate.gpus
+        """By the objective: more is better, and a rough figure less than it says."""
+        gpus, value = goodput.candidate.gpus, goodput.goodput.value * (ROUGHLY if goodput.is_rough else 1.0)
         if self.question.rate:
-            return (-gpus if goodput.goodput.value else -math.inf, goodput.goodput.value)
+            return (-gpus if value else -math.inf, value)
         if self.question.objective == "goodput":
-            return (goodput.goodput.value, -gpus)
-        return (goodput.per_gpu, goodput.goodput.value)
+            return (value, -gpus)
+        return (value / gpus, value)

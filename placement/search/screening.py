@@ -32,7 +32,7 @@ from placement.simulator.systems import LiveSystem
 ROUND = 4  # searches between two looks at what can be left out
 WORTH = 0.75  # of the best goodput per GPU: what is below is not used
 CHUNKS = (128, 256, 512, 1024, 2048)
-SCREENING = Effort(first_requests=1500, max_requests=6000, half_width=0.02, decides=True)
+SCREENING = Effort(first_requests=400, max_requests=1200, half_width=0.03, decides=True, e2e_times=4)
 
 
 def usable_offers(problem: PlacementProblem, max_gpus: int, log: SearchLog) -> list[Offer]:
@@ -77,7 +77,7 @@ def _phase_search(problem: PlacementProblem, role: PhaseRole, offer: Offer) -> G
         targets=targets,
         top=top,
         effort=SCREENING.times(problem.thoroughness),
-        precision=0.04,
+        precision=0.08,
         seed=problem.seed,
     )
 
@@ -125,7 +125,7 @@ def _colocated_search(problem: PlacementProblem, offer: Offer, unit: Candidate) 
         targets=problem.targets,
         top=min(most),
         effort=SCREENING.times(problem.thoroughness),
-        precision=0.04,
+        precision=0.08,
         seed=problem.seed,
     )
 

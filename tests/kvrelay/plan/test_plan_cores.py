@@ -23,7 +23,7 @@ from placement.catalogs.base import Degrees
 from placement.catalogs.profile import ProfileCatalog
 from placement.latency.profile_file import read_profile, write_profile
 from placement.plan import Candidate, Plan, Slo
-from placement.search.clusters import hybrids_of
+from placement.search.hybrids import hybrids_of
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
 from placement.workload.requests import from_rows

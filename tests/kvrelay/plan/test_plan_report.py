@@ -154,6 +154,14 @@ def test_infinite_ends_of_intervals_are_shown_and_written(tmp_path: Path) -> Non
     assert "limit before this interval was narrow" in (tmp_path / "report.html").read_text()
 
 
+def test_a_rough_goodput_has_a_sign(tmp_path: Path) -> None:
+    rough = replace(PLAN.tried[1], is_rough=True)
+    assert plan_words.goodput_of(rough) == f"~ {plan_words.goodput_of(PLAN.tried[1])}"
+    save(replace(PLAN, tried=(PLAN.tried[0], rough, *PLAN.tried[2:])), REQUEST, tmp_path)
+    text = (tmp_path / "report.html").read_text()
+    assert html.escape(plan_words.goodput_of(rough)) in text
+
+
 def test_an_attainment_that_may_be_anything_says_what_is_known_instead() -> None:
     vague = replace(PLAN.at_rate, attainment=Interval(0.949, 0.0, 1.0))
     plan = replace(PLAN, at_rate=vague, chosen=replace(PLAN.chosen, goodput=Interval(78.8, 47.6, 135)))

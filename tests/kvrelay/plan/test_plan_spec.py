@@ -23,7 +23,7 @@ from placement.catalogs.base import Degrees
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
 from placement.plan import Candidate
-from placement.search.clusters import hybrids_of
+from placement.search.hybrids import hybrids_of
 from placement.simulator.systems import LiveSystem
 from tests.kvrelay.plan.plan_fixture import PLAN, apart, goodput, together
 from worker.roles import kind_of

@@ -18,7 +18,7 @@ from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
 from placement.plan import Candidate, Goodput, Interval, Slo
-from placement.search.clusters import hybrids_of
+from placement.search.hybrids import hybrids_of
 from placement.simulator.systems import LiveSystem
 from prefill_worker.options import PrefillOptions
 from tests.placement.toys import toy_offer

@@ -65,6 +65,18 @@ def test_attainment_of_a_queue_whose_formula_is_known(rate: float) -> None:
     assert found.phases_s["prefill"] == pytest.approx(SERVICE_S)
 
 
+def test_a_cluster_that_fills_up_is_not_taken_for_a_queue_that_grows() -> None:
+    """24 requests a second of ten seconds each: of the first 200 none has ended when the last one comes."""
+    targets = relaxed(Targets(slo=Slo(tpot_s=0.5, attainment=0.9)), ttft=True)
+    decode = LiveSystem(phase_alone("decode", toy_offer(decode_s=0.1, slope_s=0.0)))
+    long = Traffic(source=alike(output=101))
+    few = Effort(first_requests=200, max_requests=200, half_width=0.05, decides=True, e2e_times=4)
+    found = estimate(decode, long, 24.0, targets, effort=few)
+    assert not found.is_growing
+    assert found.keeps_slo
+    assert found.point.num_requests > 4 * 10 * 24, "it lasts four times as long as a request"
+
+
 def test_intervals_hold_the_truth_nine_times_in_ten() -> None:
     """Of 40 seeds of the queue at 80% load about 36; fewer than 30 has a chance below one in a thousand."""
     truth = waits_at_most(0.15, 8.0)

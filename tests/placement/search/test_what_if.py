@@ -18,7 +18,7 @@ SLO = Slo(ttft_s=0.4, tpot_s=0.0125)
 def planned() -> Plan:
     """One prefill and one decode worker, which could serve a dozen of it."""
     catalog = ToyCatalog(largest=1, latency={"slope_s": 0.0001})
-    question = PlanQuestion(slo=SLO, rate=5.0, processes=0, thoroughness=0.1, colocated=False, what_if=True)
+    question = PlanQuestion(slo=SLO, rate=5.0, processes=0, thoroughness=0.2, colocated=False, what_if=True)
     return plan(question, catalog, alike())
 
 
