@@ -68,6 +68,7 @@ COMPILED = (
     "placement/simulator/machines/moves.py",
     "placement/simulator/machines/pipelined.py",
     "placement/simulator/machines/prefill.py",
+    "placement/simulator/machines/prompt_side.py",
     "placement/simulator/machines/router.py",
     "placement/simulator/machines/routers.py",
     "placement/simulator/machines/speculation.py",

@@ -102,10 +102,11 @@ def screen_colocated(
 
 
 def chunk_sizes(problem: PlacementProblem, offer: Offer) -> list[int]:
-    """The largest chunk beside which half of the largest batch keeps the TPOT target, and whole steps."""
+    """The largest chunk beside which half of the largest batch keeps the TPOT target, and whole steps. With pipeline
+    stages, each stage has a share of the batch, and chunks of its own."""
     source = problem.traffic.source
     tpot_s, context = problem.targets.loosest.tpot_s, mean_context(source)
-    batch = max(1, decode_batch(offer, source, tpot_s) // 2)
+    batch = math.ceil(max(1, decode_batch(offer, source, tpot_s) // 2) / offer.latency.stages)
     context_tokens = math.ceil(batch * context)
     sizes = [size for size in CHUNKS if size < offer.max_batch_tokens] or [offer.max_batch_tokens]
     fitting = [

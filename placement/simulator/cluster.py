@@ -31,8 +31,8 @@ def check_simulated(name: str, role: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimWorker:
-    """`step_overhead_s`: what the worker does between two steps. With pipeline stages prefill batches follow each other
-    through them; a decode batch passes all of them before the next begins, as in the live worker."""
+    """`step_overhead_s`: what the worker does between two steps. With pipeline stages batches follow each other through
+    them, as in the live worker: there is one in each."""
 
     name: str
     role: str  # one of worker.roles.ROLES

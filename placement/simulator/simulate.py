@@ -5,10 +5,10 @@
                     +------ finished; or preempted, handoff failed, worker lost: sent again ------+
 
 The same objects that serve decide here (cluster.router.policy, prefill_worker.policy, decode_worker.policy,
-mixed_worker.policy, engine.pages.pool). A MixedMachine is both of the above in one. This module builds the cluster,
-lets requests come and workers die, drain and change their roles; it draws no random number: one workload gives one
-outcome. What it leaves out beside what RouterMachine does: generated tokens that a later prompt repeats (their pages
-are not cached here).
+mixed_worker.policy, engine.pages.pool). A MixedMachine is both of the above in one; with pipeline stages each of them
+has a batch in every stage. This module builds the cluster, lets requests come and workers die, drain and change their
+roles; it draws no random number: one workload gives one outcome. What it leaves out beside what RouterMachine does:
+generated tokens that a later prompt repeats (their pages are not cached here).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from placement.simulator.machines.attempt import Decoder, Dispatcher, Prefiller
 from placement.simulator.machines.decode import DecodeMachine
 from placement.simulator.machines.host import Host, TimeSlices
 from placement.simulator.machines.mixed import MixedMachine
-from placement.simulator.machines.pipelined import PipelinedDecodeMachine
+from placement.simulator.machines.pipelined import PipelinedDecodeMachine, PipelinedMixedMachine
 from placement.simulator.machines.prefill import PrefillMachine
 from placement.simulator.machines.router import OnAssigned, RouterMachine
 from placement.simulator.machines.routers import Routers
@@ -164,9 +164,9 @@ class Simulation:
             prefill.costs = self._costs(worker)
             self.machines[worker.name] = prefill
             return view, prefill, None
+        stages = worker.latency.stages
         if worker.role == "decode":
             assert isinstance(options, DecodeOptions), worker.name
-            stages = worker.latency.stages
             machine = DecodeMachine if stages == 1 else PipelinedDecodeMachine
             policy = DecodePolicy(pool, options, name=worker.name, num_stages=stages)
             decode = machine(self.router, worker, policy, host)
@@ -174,7 +174,12 @@ class Simulation:
             self.machines[worker.name] = decode
             return view, None, decode
         assert isinstance(options, MixedOptions), worker.name
-        mixed = MixedMachine(self.router, worker, MixedPolicy(pool, options, name=worker.name), host)
+        both = MixedPolicy(pool, options, name=worker.name, num_stages=stages)
+        mixed: MixedMachine | PipelinedMixedMachine
+        if stages == 1:
+            mixed = MixedMachine(self.router, worker, both, host)
+        else:
+            mixed = PipelinedMixedMachine(self.router, worker, both, host)
         mixed.costs = self._costs(worker)
         self.machines[worker.name] = mixed
         return view, mixed.prompts, mixed

@@ -143,13 +143,18 @@ async def test_one_that_reads_in_stages_and_loses_one(model_dir: ModelDir) -> No
         await settled_without(cluster, lost)
 
 
-async def test_one_that_does_both_in_stages(model_dir: ModelDir) -> None:
+async def test_one_that_does_both_in_stages(model_dir: ModelDir, tmp_path: Path) -> None:
     wanted = transformers_tokens(model_dir("llama"), PROMPTS, NEW_TOKENS)
     pools: Any = {"pipeline_parallel": 2}, {}
     async with (
-        cluster_of(model_dir("llama"), *pools, prefill=0, decode=0, mixed=1) as cluster,
+        cluster_of(
+            model_dir("llama"), *pools, prefill=0, decode=0, mixed=1, worker={"record": str(tmp_path)}
+        ) as cluster,
         AsyncClient(cluster.endpoint) as client,
     ):
+        begun = most_begun(cluster.workers[0])
         assert tokens_of(await generate_all(client, PROMPTS, NEW_TOKENS)) == wanted
         await cluster.settled()
         cluster.check_invariants()
+        assert max(begun) == 2, "each stage had a step of its own"
+    replays(tmp_path / "mixed-0.jsonl")

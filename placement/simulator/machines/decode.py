@@ -6,6 +6,7 @@ short) all steps are one run of DecodeSteps. So a request costs the same however
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 
@@ -13,6 +14,7 @@ from cluster.router.accounts import Report
 from cluster.router.retry import FORGIVEN_AFTER_TOKENS
 from decode_worker.policy import DecodePolicy
 from decode_worker.run import DecodeRun
+from engine.pages.pool import PageHash
 from kv_transfer.lease import MOVE_ROOM_TOKENS, Granted, Queued
 from placement.latency.base import DecodeLine, decode_run_s
 from placement.simulator.cluster import SimWorker
@@ -66,7 +68,7 @@ class DecodeMachine(Decoder):
             num_waiting=policy.num_waiting,
             num_running=policy.num_running,
             available_pages=policy.spare_pages,
-            request_ids=self._request_ids(),
+            request_ids=self.request_ids(),
             costs=self.costs,
             draining=self.is_draining,
         )
@@ -77,7 +79,7 @@ class DecodeMachine(Decoder):
         self.is_draining = True
         self.reporter.mark(self.router.clock.now)
 
-    def _request_ids(self) -> frozenset[str]:
+    def request_ids(self) -> frozenset[str]:
         """The same object while nobody came or went: the router need not look through it again."""
         if self._changes != self.policy.num_changes:
             self._changes = self.policy.num_changes
@@ -168,6 +170,12 @@ class DecodeMachine(Decoder):
         router.ledger.enter(attempt.index, DECODE_QUEUE, now)
         router.clock.tell(router.on_handed_off, attempt)
 
+    def adopt(self, attempt: Attempt, pages: Sequence[int], hashes: Sequence[PageHash]) -> None:
+        """Its prompt was read in these pages, and it stays."""
+        self.policy.adopt(attempt.id, pages, hashes)
+        self._attempts[attempt.id] = attempt
+        self._tell_ready(attempt)
+
     def begin(self, attempt: Attempt) -> None:
         if attempt.is_gone or self.is_dead:
             return
@@ -197,6 +205,10 @@ class DecodeMachine(Decoder):
     def _on_pages(self) -> None:
         """Some are free that were not."""
         self._grant_queued()
+        self.wake()
+
+    def wake(self) -> None:
+        """Something may be computed that could not before."""
         if self.is_running:
             self.steps.cut_short()
         else:
@@ -320,20 +332,19 @@ class DecodeMachine(Decoder):
             return
         worker, count, context_tokens = self.worker, self.steps.count, self.steps.run.context_tokens
         line = worker.latency.decode_line(count, context_tokens)
-        stages = worker.latency.stages
         self._pace = 1.0 if self.host is None else self.host.decode_factor(self.name, count)
-        alone_s = line.step_s * stages + worker.step_overhead_s
+        alone_s = line.step_s + worker.step_overhead_s
         planned = min(self._next_end() - self.steps.made, 1 + self.steps.run.steps_ahead, self.moves.most_steps)
         if line.until_tokens < context_tokens + planned * count:
             planned = max(1, min(planned, 1 + int((line.until_tokens - context_tokens) // count)))
-        paced = DecodeLine(alone_s * self._pace, line.per_token_s * stages * self._pace)
+        paced = DecodeLine(alone_s * self._pace, line.per_token_s * self._pace)
         self._begin_steps(paced, planned, joined)
 
     def _plan_guesses(self, run: SpeculatedRun, joined: tuple[str, ...]) -> None:
         """One step, with guesses."""
         latency = self.worker.latency
         self._pace = 1.0 if self.host is None else self.host.decode_factor(self.name, self.steps.count)
-        step_s = latency.decode_line(run.rows, run.context_tokens).step_s * latency.stages
+        step_s = latency.decode_line(run.rows, run.context_tokens).step_s
         step_s = self._with_guesses_s((step_s + self.worker.step_overhead_s) * self._pace, 0)
         self._begin_steps(DecodeLine(step_s, 0.0), 1, joined)
 

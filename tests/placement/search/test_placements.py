@@ -23,7 +23,7 @@ from placement.search.placements import (
     with_candidate,
 )
 from placement.search.problem import PlacementProblem, SearchLog, WorkerGoodput
-from placement.search.screening import SCREENING, screen_colocated, screen_phase, usable_offers
+from placement.search.screening import SCREENING, chunk_sizes, screen_colocated, screen_phase, usable_offers
 from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic
 from tests.placement.toys import ToyCatalog, alike, toy_offer
@@ -139,6 +139,14 @@ def test_workers_that_do_both_are_candidates_with_small_chunks_and_with_whole_st
     (placement, *_) = colocated_placements(found, lambda one: 3)
     assert placement.candidate.gpus == 3
     assert placement.promised == pytest.approx(3 * found[0].goodput.value)
+
+
+def test_in_stages_chunks_are_as_large_as_a_share_of_the_batch_leaves_room_for() -> None:
+    """1 ms a request and 1 ms for 100 tokens of prompts, in each of two stages: with 55 requests in each, most keep the
+    target of 100 ms. Beside half of them, 28, there is time for 2,200 tokens."""
+    offer = toy_offer(1, 2, decode_s=0.0, slope_s=0.001, prompt_s=0.001)
+    slo = Slo(ttft_s=1.0, tpot_s=0.1)
+    assert chunk_sizes(problem(slo=slo), replace(offer, max_batch_tokens=4096)) == [2048, 4096]
 
 
 def test_an_offer_that_cannot_be_had_says_why() -> None:

@@ -16,6 +16,7 @@ from placement.latency.base import DecodeLine, LatencyModel
 from placement.simulator.cluster import Drain, Loss, SetupError, SimCluster, SimWorker
 from placement.simulator.machines.decode import DecodeMachine
 from placement.simulator.machines.mixed import MixedMachine
+from placement.simulator.machines.pipelined import PipelinedMixedMachine
 from placement.simulator.machines.prefill import PrefillMachine
 from placement.simulator.outcome import Outcome, percentiles
 from placement.simulator.simulate import Simulation, simulate
@@ -81,7 +82,7 @@ def play(setup: SimCluster, workload: Workload) -> tuple[Simulation, Outcome]:
     for machine in simulation.machines.values():
         if not machine.is_dead:
             sides: list[PrefillMachine | DecodeMachine] = [machine]
-            sides += [machine.prompts] if isinstance(machine, MixedMachine) else []
+            sides += [machine.prompts] if isinstance(machine, MixedMachine | PipelinedMixedMachine) else []
             for side in sides:
                 side.policy.check_invariants()
                 assert not side.policy.request_ids, side.name
