@@ -31,9 +31,9 @@ def prefill_alone_s(offer: Offer, prompt_len: int) -> float:
     latency, spent_s, begun = offer.latency, 0.0, 0
     while begun < prompt_len:
         length = min(offer.max_batch_tokens, prompt_len - begun)
-        stage_s = latency.prefill_s([(length, begun)]) + offer.step_overhead_s
+        stage_s = latency.prefill_s([(length, begun)])
         begun += length
-        spent_s += stage_s if begun < prompt_len else stage_s * latency.stages
+        spent_s += offer.step_overhead_s + (stage_s if begun < prompt_len else stage_s * latency.stages)
     return spent_s
 
 

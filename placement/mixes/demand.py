@@ -41,11 +41,12 @@ def work(design: Design, workload: Workload, max_tbt_s: float = float("inf")) ->
     alone_s = np.array([prefill([(int(length), 0)]) for length in lengths])
     prompt_s = float((np.minimum(alone_s, per_token_s * lengths) * counts).sum() / len(prompts))
     context = mean_context(workload)
-    roomy = max(1, min(second.offer.max_batch_size, second.offer.kv_tokens // context))
+    stages = second.latency.stages  # with a batch in each
+    roomy = max(1, min(second.offer.max_batch_size, second.offer.kv_tokens // context) // stages)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if size <= roomy]
     times = {size: second.latency.decode_line(size, size * context).step_s for size in sizes}
-    token_s = min(step_s / size for size, step_s in times.items() if size == 1 or step_s <= max_tbt_s)
-    return Work(prompt_s=prompt_s, token_s=float((outputs - 1).mean()) * token_s * second.latency.stages)
+    token_s = min(step_s / size for size, step_s in times.items() if size == 1 or step_s * stages <= max_tbt_s)
+    return Work(prompt_s=prompt_s, token_s=float((outputs - 1).mean()) * token_s)
 
 
 def mean_context(workload: Workload) -> int:

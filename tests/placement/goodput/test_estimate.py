@@ -25,6 +25,7 @@ from placement.goodput.stationary import (
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
 from placement.simulator.cluster import SimCluster, SimWorker
+from placement.simulator.simulate import simulate
 from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic, with_classes
 from tests.placement.simulator.test_simulate import cluster, workers
@@ -207,3 +208,14 @@ def test_bounds_are_above_and_floors_below_what_is_simulated() -> None:
     assert prefill_alone_s(offer, 250) == pytest.approx(2.5 * SERVICE_S)
     assert decode_bound(offer, alike(), tpot_s=0.05) > decode_bound(offer, alike(), tpot_s=0.02)
     assert relaxed(Targets(slo=Slo(ttft_s=1, tpot_s=2)), tpot=True).slo == Slo(ttft_s=1)
+
+
+@pytest.mark.parametrize("roles", [("prefill", "decode"), ("mixed",)], ids="+".join)
+def test_a_lone_prompt_takes_its_floor_in_stages(roles: tuple[str, ...]) -> None:
+    """Of two chunks, of which the second follows the first through two stages."""
+    offer = replace(toy_offer(1, 2), max_batch_tokens=256, step_overhead_s=0.02)
+    prompt = replace(alike(count=1, output=1), prompt_len=np.array([512]))
+    pools = (workers(role, latency=offer.latency, step_overhead_s=offer.step_overhead_s) for role in roles)
+    ttft_s = simulate(cluster(*pools, message_s=0.0), prompt).ttft_s
+    assert ttft_s == pytest.approx([2 * 0.02 + 3 * 0.256])
+    assert ttft_s == pytest.approx([prefill_alone_s(offer, 512)])

@@ -151,6 +151,17 @@ def test_work_is_the_least_that_a_mean_request_asks_for() -> None:
     assert asked.token_s == pytest.approx(15 * (0.01 + most * 208 / 1e6) / most)
 
 
+def test_work_in_stages_is_that_of_a_batch_in_each() -> None:
+    machine = replace(machine_of(Shop()), short="B", title="B")
+    staged = replace(machine, offer=replace(machine.offer, latency=Lines(stages=2)))
+    workload = from_rows([[0, 100, 11], [1, 300, 21]])
+    (design,) = all_designs([staged], ["BB"])
+    share = 32  # of the 76 requests that there is room for, half in each stage, rounded down to a power of two
+    assert work(design, workload).token_s == pytest.approx(15 * (0.01 + share * 208 / 1e6) / share)
+    stage_s = 0.01 + 4 * 208 / 1e6  # with four
+    assert work(design, workload, 2 * stage_s).token_s == pytest.approx(15 * stage_s / 4)
+
+
 def test_what_cannot_be_mixed_is_said_in_a_sentence() -> None:
     a100, full, held = splitwise_machines()
     other = machine_of(Shop())
