@@ -132,8 +132,8 @@ class PlanAnswer:
         placement, top = self.placements[chosen.candidate], 1.05 * chosen.goodput.value
         return [
             replace(
-                goodput_problem(self.problem, placement, effort=JOINT, precision=0.05, factor=factor),
-                bottom=0.8 * top / factor,
+                goodput_problem(self.problem, placement, effort=JOINT, precision=0.02, factor=factor),
+                bottom=0.9 * top / factor,
                 top=top / factor,
             )
             for factor in (factors_of(error) if error else ())
