@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from placement.build.from_offers import guessing_ahead
 from placement.catalogs.base import Degrees
@@ -20,7 +21,7 @@ from placement.goodput.estimate import Effort
 from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.latency.scaled import factors_of
 from placement.plan import Candidate, Goodput, Interval, Kind
-from placement.search.hybrids import hybrids_of, shifts_of
+from placement.search.hybrids import hybrids_of, shifted, shifts_of
 from placement.search.placements import Placement, goodput_problem
 from placement.search.problem import PlanSearch
 from placement.search.sizing import binding_pool, size_for_rate, sizing_job
@@ -52,35 +53,43 @@ def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> Cl
     """Each one's goodput, the best of each kind by a search."""
     clusters = _looked_at(search, placements, "whole clusters")
     search.tell_first([cluster.goodput for cluster in clusters])
-    clusters += _balanced(search, clusters)
-    clusters += _shifted(search, _looked_at(search, _hybrids(search, clusters), "hybrids"))
-    return _surely(search, clusters, lambda now: _searched(search, now))
-
-
-def _balanced(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> Clusters:
-    """What the best two pools become with a worker moved to the pool that binds."""
     two_pools = [cluster for cluster in clusters if cluster.placement.candidate.kind == "two pools"]
-    done = {cluster.placement.candidate for cluster in two_pools}
-    found: Clusters = []
-    for _ in range(MOST_MOVES if two_pools else 0):
-        best = max(two_pools + found, key=lambda cluster: search.score(cluster.goodput))
-        moved = _moved(search, best)
-        if moved is None or moved.candidate in done:
+    clusters += _climbed(search, two_pools, partial(_relieved, search), "neighbours of the best")
+    hybrids = _looked_at(search, _hybrids(search, clusters), "hybrids")
+    clusters += hybrids + _climbed(search, hybrids, partial(_either_way, search), "hybrids beside the best")
+    return _surely(search, clusters, partial(_searched, search))
+
+
+def _climbed(
+    search: PlanSearch, clusters: Clusters, next_to: Callable[[SimulatedCluster], Sequence[Candidate]], what: str
+) -> Clusters:
+    """What the best of them becomes when a worker moves from one pool to the other, as long as that is better.
+    `next_to`: what it may become."""
+    found = list(clusters)
+    for _ in range(MOST_MOVES if clusters else 0):
+        best = max(found, key=lambda cluster: search.score(cluster.goodput))
+        done = {cluster.placement.candidate for cluster in found}
+        moved = [replace(best.placement, candidate=each) for each in next_to(best) if each not in done]
+        if not moved:
             break
-        done.add(moved.candidate)
-        found += _looked_at(search, [moved], "neighbours of the best")
-    return found
+        found += _looked_at(search, moved, what)
+    return found[len(clusters) :]
 
 
-def _moved(search: PlanSearch, cluster: SimulatedCluster) -> Placement | None:
-    """One worker more where it binds, one or more less in the other pool, within the GPUs there are."""
+def _relieved(search: PlanSearch, cluster: SimulatedCluster) -> list[Candidate]:
+    """Of two pools, with a worker more in that which binds."""
     placement, miss = cluster.placement, cluster.knee.first_miss
     if placement.copies > 1 or miss is None:
-        return None
-    to = 1 if binding_pool(miss.point, miss.missed_ttft, miss.missed_tpot) == "decode" else 0
-    added = replace(placement.candidate.pools[to], replicas=placement.candidate.pools[to].replicas + 1)
-    more = [candidate for candidate in shifts_of(placement.candidate, search.num_gpus) if candidate.pools[to] == added]
-    return replace(placement, candidate=more[0]) if more else None
+        return []
+    binding = binding_pool(miss.point, miss.missed_ttft, miss.missed_tpot)
+    more = shifted(placement.candidate, 1 if binding == "decode" else 0, search.num_gpus)
+    return [] if more is None else [more]
+
+
+def _either_way(search: PlanSearch, cluster: SimulatedCluster) -> list[Candidate]:
+    """Of a hybrid, with a worker more in either pool: mixed workers need others to help them less than pure ones do,
+    and the more GPUs there are, the further that goes."""
+    return shifts_of(cluster.placement.candidate, search.num_gpus) if cluster.goodput.goodput.value else []
 
 
 def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Placement]:
@@ -99,24 +108,6 @@ def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[P
     ]
 
 
-def _shifted(search: PlanSearch, hybrids: Clusters) -> Clusters:
-    """And what the best of them becomes with a worker more in one pool, as long as that is better: mixed workers need
-    others to help them less than pure ones do, and the more GPUs there are, the further that goes."""
-    found = list(hybrids)
-    for _ in range(MOST_MOVES):
-        best = max(found, key=lambda cluster: search.score(cluster.goodput), default=None)
-        if best is None or not best.goodput.goodput.value:
-            break
-        done = {cluster.placement.candidate for cluster in found}
-        shifts = [each for each in shifts_of(best.placement.candidate, search.num_gpus) if each not in done]
-        placements = [replace(best.placement, candidate=candidate) for candidate in shifts]
-        others = _looked_at(search, placements, "hybrids beside the best")
-        found += others
-        if all(search.score(other.goodput) <= search.score(best.goodput) for other in others):
-            break
-    return found
-
-
 # for a rate
 
 
@@ -130,7 +121,7 @@ def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate:
     clusters += _headrooms(search, [each for each in sized if each.candidate.gpus > fewest], rate)
     hybrids = _sized(search, _hybrids(search, clusters), rate, QUICK, "hybrids for the rate", may_grow=False)
     clusters += _headrooms(search, hybrids, rate)
-    return _surely(search, clusters, lambda now: _sized_again(search, now, rate))
+    return _surely(search, clusters, partial(_sized_again, search, rate=rate))
 
 
 def _sized_again(search: PlanSearch, clusters: Clusters, rate: float) -> Clusters:
@@ -164,7 +155,7 @@ def _sized(
 def _headrooms(search: PlanSearch, placements: Sequence[Placement], rate: float) -> Clusters:
     """By how much each keeps more than the rate."""
     problems = [_quickly(search, placement, 0.9 * rate, 1.25 * rate) for placement in placements]
-    return _clusters(search, placements, search.done(find_goodput, problems, "headroom"))
+    return _clusters(search, placements, problems, "headroom")
 
 
 # with guesses ahead
@@ -214,7 +205,7 @@ def _best_of_each_kind(search: PlanSearch, clusters: Sequence[SimulatedCluster],
 def _looked_at(search: PlanSearch, placements: Sequence[Placement], what: str) -> Clusters:
     """Each one's goodput by a quick look."""
     problems = [_quickly(search, placement) for placement in placements]
-    return _clusters(search, placements, search.done(find_goodput, problems, what))
+    return _clusters(search, placements, problems, what)
 
 
 def _quickly(search: PlanSearch, placement: Placement, bottom: float = 0.0, top: float = 0.0) -> GoodputProblem:
@@ -224,19 +215,26 @@ def _quickly(search: PlanSearch, placement: Placement, bottom: float = 0.0, top:
 
 def _searched(search: PlanSearch, clusters: Clusters) -> Clusters:
     """From what a quick look has seen, and verified."""
-    rate, placements = search.question.rate or 0.0, [cluster.placement for cluster in clusters]
-    longer = LONG.times(search.question.thoroughness)
+    rate, longer = search.question.rate or 0.0, LONG.times(search.question.thoroughness)
     problems = []
     for cluster in clusters:
         value = cluster.goodput.goodput.value
         problem = goodput_problem(search.problem, cluster.placement, effort=JOINT, precision=0.03)
         problems.append(replace(problem, bottom=max(rate, NEAR * value), top=value / NEAR, longer=longer))
-    return _clusters(search, placements, search.done(find_goodput, problems, "the best of each kind"), is_rough=False)
+    placements = [cluster.placement for cluster in clusters]
+    return _clusters(search, placements, problems, "the best of each kind", is_rough=False)
 
 
 def _clusters(
-    search: PlanSearch, placements: Sequence[Placement], knees: Sequence[Knee], *, is_rough: bool = True
+    search: PlanSearch,
+    placements: Sequence[Placement],
+    problems: Sequence[GoodputProblem],
+    what: str,
+    *,
+    is_rough: bool = True,
 ) -> Clusters:
+    """With what their problems' searches find."""
+    knees = search.done(find_goodput, problems, what)
     return [
         SimulatedCluster(placement=placement, knee=knee, goodput=_goodput(search, placement.candidate, knee, is_rough))
         for placement, knee in zip(placements, knees, strict=True)

@@ -1,5 +1,5 @@
 """Hybrids are clusters of two pools of which one or both read prompts and write answers: what a pure placement becomes
-when its workers may help each other, and what that becomes with a worker moved from one pool to the other.
+when its workers may help each other. And what any two pools become with a worker moved from one to the other.
 """
 
 from __future__ import annotations
@@ -31,18 +31,21 @@ def hybrids_of(candidate: Candidate) -> list[Candidate]:
 
 
 def shifts_of(candidate: Candidate, num_gpus: int) -> list[Candidate]:
-    """With a worker more in one pool of two, or as many more as there are GPUs for then, and as many less in the other
-    as that takes."""
-    found = []
-    for to, source in ((0, 1), (1, 0)):
-        pools = list(candidate.pools)
-        if len(pools) != 2:
-            continue
-        pools[to] = replace(pools[to], replicas=pools[to].replicas + 1)
-        while pools[source].replicas > 0 and sum(pool.gpus for pool in pools) > num_gpus:
-            pools[source] = replace(pools[source], replicas=pools[source].replicas - 1)
-        left = num_gpus - sum(pool.gpus for pool in pools)
-        pools[to] = replace(pools[to], replicas=pools[to].replicas + left // pools[to].degrees.gpus)
-        if pools[source].replicas and left >= 0:
-            found.append(replace(candidate, pools=tuple(pools)))
-    return found
+    """With a worker more in one pool of two, either way."""
+    if len(candidate.pools) != 2:
+        return []
+    return [each for to in (0, 1) if (each := shifted(candidate, to, num_gpus)) is not None]
+
+
+def shifted(candidate: Candidate, to: int, num_gpus: int) -> Candidate | None:
+    """With a worker more in that pool of two, or as many more as there are GPUs for then, and as many less in the other
+    as that takes; None where none would be left there."""
+    pools, source = list(candidate.pools), 1 - to
+    pools[to] = replace(pools[to], replicas=pools[to].replicas + 1)
+    while pools[source].replicas > 0 and sum(pool.gpus for pool in pools) > num_gpus:
+        pools[source] = replace(pools[source], replicas=pools[source].replicas - 1)
+    left = num_gpus - sum(pool.gpus for pool in pools)
+    if not pools[source].replicas or left < 0:
+        return None
+    pools[to] = replace(pools[to], replicas=pools[to].replicas + left // pools[to].degrees.gpus)
+    return replace(candidate, pools=tuple(pools))

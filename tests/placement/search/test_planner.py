@@ -13,7 +13,7 @@ from placement.catalogs.base import Degrees, Offer, PlanError
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Goodput, Plan, RequestClass, Slo, to_json
 from placement.search.clusters import JOINT
-from placement.search.hybrids import hybrids_of, shifts_of
+from placement.search.hybrids import hybrids_of, shifted, shifts_of
 from placement.search.placements import Placement
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
@@ -137,6 +137,16 @@ def test_a_worker_moves_to_either_pool_and_all_gpus_are_used() -> None:
         [pool.replicas for pool in each.pools] for each in shifts_of(pair_of((small, 1), (small, 1), "toy"), 2)
     ] == []
     assert shifts_of(mixed_of(small, 2, "toy", 512), 2) == []
+
+
+def test_the_pool_that_binds_is_given_all_gpus_that_a_large_worker_of_the_other_leaves() -> None:
+    """One worker of TP 4 less makes room for four of TP 1, not for one."""
+    large = toy_offer(4)
+    pair = pair_of((toy_offer(1), 9), (large, 2), "toy")
+    more = shifted(pair, 0, 17)
+    assert more is not None
+    assert [pool.replicas for pool in more.pools] == [13, 1]
+    assert shifted(pair_of((large, 1), (large, 1), "toy"), 0, 8) is None, "none would be left to decode"
 
 
 def test_replicas_for_a_rate_keep_the_slo_there_and_no_worker_is_too_many() -> None:
