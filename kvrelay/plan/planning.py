@@ -29,6 +29,7 @@ from placement.mixes.options import Provisioning
 from placement.mixes.provision import provision
 from placement.plan import Near, Plan, to_json
 from placement.search import planner
+from placement.search.problem import OnFirst
 from placement.search.question import PlanQuestion
 from placement.simulator.cluster import SetupError
 from placement.workload.requests import Workload
@@ -39,9 +40,7 @@ OnProgress = Callable[[str, int, int], None]
 ASKED_WRONGLY = (PlanError, LatencyError, SetupError, WorkloadError)
 
 
-def make_plan(
-    request: PlanRequest, on_progress: OnProgress | None = None, on_first: planner.OnFirst | None = None
-) -> Plan:
+def make_plan(request: PlanRequest, on_progress: OnProgress | None = None, on_first: OnFirst | None = None) -> Plan:
     """`on_first` is told a coarse answer before, where there is one kind of machine. Raises PlanError, LatencyError or
     WorkloadError: what is asked for cannot be, in one sentence."""
     requests = workload_of(request)
@@ -102,7 +101,7 @@ def _planned(
     catalog: Catalog,
     requests: Workload,
     on_progress: OnProgress | None,
-    on_first: planner.OnFirst | None,
+    on_first: OnFirst | None,
 ) -> Plan:
     if request.tensor_parallel is not None:
         refusal = catalog.offer(catalog.degrees(max(request.tensor_parallel, catalog.gpus_per_node))[0])

@@ -199,7 +199,7 @@ class _Look:
         return self.outcome.workload.duration_s < effort.e2e_times * self.e2e_s or counted < 0.4 * len(self.outcome)
 
     def lasting(self, effort: Effort) -> int:
-        """Requests in a run that lasts long enough. None where a queue that grows has made too many late."""
+        """Requests in a run that lasts long enough. 0 where a queue that grows has made too many late."""
         if self.is_growing and self.slack.value < 0:
             return 0
         return math.ceil(1.2 * effort.e2e_times * self.e2e_s * self.outcome.workload.rate)

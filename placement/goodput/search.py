@@ -84,9 +84,10 @@ def find_goodput(problem: GoodputProblem) -> Knee:
     found = {estimate.point.rate: estimate for estimate in tried}
     if problem.longer is not None:
         tried += _verified(replace(problem, effort=problem.longer), found)
+    estimates = tuple(found[rate] for rate in sorted(found))
     return Knee(
-        goodput=goodput_of([found[rate] for rate in sorted(found)], problem.targets.most_slack),
-        estimates=tuple(found[rate] for rate in sorted(found)),
+        goodput=goodput_of(estimates, problem.targets.most_slack),
+        estimates=estimates,
         num_simulated=sum(estimate.num_simulated for estimate in tried),
         cpu_s=sum(estimate.cpu_s for estimate in tried),
     )

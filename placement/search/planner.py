@@ -11,7 +11,7 @@ It decides by simulation alone; arithmetic only leaves out what cannot win. Plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from placement.build.from_offers import offers_of
@@ -35,7 +35,7 @@ from placement.search.placements import (
     placements_for_rate,
     replicas_for,
 )
-from placement.search.problem import PlacementProblem, PlanSearch, SearchLog, WorkerGoodput
+from placement.search.problem import OnFirst, PlacementProblem, PlanSearch, SearchLog, WorkerGoodput
 from placement.search.question import PlanQuestion
 from placement.search.screening import screen_colocated, screen_phase, usable_offers
 from placement.workload.requests import Workload
@@ -45,7 +45,6 @@ WHOLE_CLUSTERS = 8  # of two pools, simulated as a whole: two phases keep less t
 SIZED_CLUSTERS = 4  # likewise, for a rate
 COLOCATED_CLUSTERS = 2
 Phases = Mapping[str, Sequence[WorkerGoodput]]
-OnFirst = Callable[[Goodput], None]
 
 
 def plan(

@@ -19,6 +19,7 @@ from placement.workload.traffic import Traffic
 
 ROUGHLY = 0.95  # times a rough figure is what it is taken for
 PhaseRole = Literal["prefill", "decode"]
+OnFirst = Callable[[Goodput], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class PlanSearch:
     runner: Runner
     log: SearchLog
     num_gpus: int
-    on_first: Callable[[Goodput], None] | None = None
+    on_first: OnFirst | None = None
 
     def done(self, work: Callable[[Job], Counted], jobs: Sequence[Job], what: str) -> list[Counted]:
         """work(job) of each, and counted."""
