@@ -253,7 +253,7 @@ class Worker(Generic[RoleT]):
         self.role = make_role(self)
         self._num_roles += 1
         if self.options.record:
-            record_calls(self.role.policy, self.options.record, self.options.name)
+            record_calls(self.role.policy, self.options.record, self.options.name, self.engine.num_stages)
 
     def on_router_lost(self, router_id: str) -> None:
         for request_id, request in list(self.role.requests.items()):

@@ -28,16 +28,15 @@ from worker.plain import plain
 REMEMBERED = 8  # results that may come back as an argument
 
 
-def record_calls(policy: Any, directory: str | Path, name: str) -> None:
+def record_calls(policy: Any, directory: str | Path, name: str, num_stages: int = 1) -> None:
     """From now on, into `directory`/`name`.jsonl; .1.jsonl and so on where that was written before. The policy is
-    fresh: what it was told before is not known to the recording; of its pages nobody holds any. Raises OSError."""
+    fresh: what it was told before is not known to the recording; of its pages nobody holds any. `num_stages`: of the
+    engine. Raises OSError."""
     header: dict[str, Any] = {"policy": type(policy).__name__, "name": name}
     header["limits"] = {f.name: getattr(policy.options, f.name) for f in fields(policy.options)}
     if hasattr(policy, "pool"):
         header |= {"num_pages": policy.pool.num_pages, "page_size": policy.pool.page_size}
-        header["at_rest"] = plain(policy.pool.at_rest)
-    if num_stages := getattr(getattr(policy, "decode", policy), "num_stages", 0):
-        header["num_stages"] = num_stages
+        header |= {"num_stages": num_stages, "at_rest": plain(policy.pool.at_rest)}
     recorder = _Recorder(_unused(Path(directory), name), header)
     parts = {"": policy} | {f"{part}.": getattr(policy, part) for part in getattr(policy, "parts", ())}
     for prefix, part in parts.items():

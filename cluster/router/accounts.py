@@ -31,6 +31,7 @@ class WorkerView:
     incarnation: str = ""
     step_tokens: int = 0  # of prompts that a step computes at most; 0: none, or not known
     chunk_tokens: int = 0  # of prompts in one that decodes, too
+    num_stages: int = 1  # of its engine, a step in each
 
     @property
     def life(self) -> str:

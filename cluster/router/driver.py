@@ -267,6 +267,7 @@ class Router:
             incarnation=hello.worker.incarnation,
             step_tokens=int(hello.limits.get("max_batch_tokens", 0)),
             chunk_tokens=_chunk_tokens(hello),
+            num_stages=int(hello.limits.get("pipeline_parallel", 1)),
         )
         self._dispatcher.pardon(view.life)
         misfits = self.policy.on_worker_up(view, self._clock())

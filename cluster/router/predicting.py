@@ -7,6 +7,9 @@ beside answers when it would be late; an answer is written where its steps are s
 (conditional disaggregation; compare TaiChi, arXiv 2508.01989). Short enough for whoever wants the shortest of those
 that this router has sent there, too; nor are prompts read beside such answers that would make them late.
 
+Where an engine has pipeline stages, the costs are of a pass through all of them, and a pass is in each: what waits goes
+by that many times as fast, and each pass holds its share of the answers.
+
 It looks and changes nothing.
 """
 
@@ -133,19 +136,22 @@ def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s
     assert costs is not None
     own = shape.prompt_len - account.cached_len(shape)
     tokens, batch = account.queued_tokens + own, 0 if beside is None else beside.batch
-    takes_s = waited_s + costs.prompt_token_s * tokens
+    last = min(own, (view.chunk_tokens if batch else view.step_tokens) or own)  # its last pass takes its whole time
+    passed = last + (tokens - last) / view.num_stages
+    takes_s = waited_s + costs.prompt_token_s * passed
     if beside is None or not batch:
-        takes_s += costs.fixed_s * (tokens / max(1, view.step_tokens) + 1.0)
+        takes_s += costs.fixed_s * (passed / max(1, view.step_tokens) + 1.0)
     elif view.chunk_tokens:
-        steps = -(-tokens // view.chunk_tokens)
-        takes_s += costs.step_s(0, batch, _context(beside), both=1) * (steps + 0.5)
+        before = -(-tokens // view.chunk_tokens) - 1
+        takes_s += _pass_s(beside, 0.0, batch, 0, both=1.0) * (before / view.num_stages + 1.5)
     else:
         takes_s = float("inf")  # it waits until nobody decodes there
     is_kept = takes_s < (USED * target.ttft_s or math.inf)
     if beside is not None and beside.tightest_s < (target.tpot_s or math.inf):
         share = min(view.chunk_tokens, tokens / OUTPUT_TOKENS)
         is_kept = is_kept and _step_s(beside, share, batch, 0) < USED * beside.tightest_s
-    return Part(takes_s, is_kept, costs.prompt_token_s * own * (1 + len(account.waiting) + batch))
+    longer_s = costs.prompt_token_s * own / view.num_stages
+    return Part(takes_s, is_kept, longer_s * (1 + len(account.waiting) + batch))
 
 
 def _written(account: DecodeAccount, shape: RequestShape, target: Target) -> Part:
@@ -154,16 +160,20 @@ def _written(account: DecodeAccount, shape: RequestShape, target: Target) -> Par
     assert costs is not None
     takes_s = _step_s(account, account.report.prompt_share, batch + 1, shape.prompt_len)
     longer_s = costs.request_s + costs.context_token_s * (shape.prompt_len + OUTPUT_TOKENS // 2)
+    longer_s /= account.view.num_stages
     is_kept = takes_s < USED * min(target.tpot_s or math.inf, account.tightest_s)
     return Part(takes_s, is_kept, longer_s * OUTPUT_TOKENS * (1 + batch))
 
 
 def _step_s(account: DecodeAccount, share: float, batch: int, longer: int) -> float:
     """With so many tokens of prompts in each on average, so many answers, and a context longer by `longer` tokens."""
-    costs = account.report.costs
+    return _pass_s(account, share, batch, longer, both=min(1.0, share / max(1, account.view.chunk_tokens)))
+
+
+def _pass_s(account: DecodeAccount, share: float, batch: int, longer: int, both: float) -> float:
+    costs, stages = account.report.costs, account.view.num_stages
     assert costs is not None
-    both = min(1.0, share / max(1, account.view.chunk_tokens))
-    return costs.step_s(share, batch, _context(account) + longer, both)
+    return costs.step_s(share, -(-batch // stages), (_context(account) + longer) // stages, both)
 
 
 def _context(account: DecodeAccount) -> int:

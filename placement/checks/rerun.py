@@ -33,20 +33,22 @@ Held = tuple[int, int, int]  # tokens of prompts, requests that decode, their co
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """A LatencyModel of one worker, fitted to its recorded steps."""
+    """A LatencyModel of one worker, fitted to its recorded steps: passes of all `stages`, which take an even share."""
 
     costs: StepCosts
     source: str = "fitted to recorded steps"
     stages: int = 1
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return self.costs.step_s(sum(tokens for tokens, _ in chunks), 0, 0, both=0)
+        return self.costs.step_s(sum(tokens for tokens, _ in chunks), 0, 0, both=0) / self.stages
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
-        return DecodeLine(self.costs.step_s(0, batch_size, context_tokens, both=0), self.costs.context_token_s)
+        step_s = self.costs.step_s(0, batch_size, context_tokens, both=0)
+        return DecodeLine(step_s / self.stages, self.costs.context_token_s / self.stages)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
-        return self.costs.step_s(sum(tokens for tokens, _ in chunks), batch_size, context_tokens, both=1)
+        tokens = sum(tokens for tokens, _ in chunks)
+        return self.costs.step_s(tokens, batch_size, context_tokens, both=1) / self.stages
 
     def transfer_s(self, num_tokens: int) -> float:
         return 0.0
@@ -174,35 +176,52 @@ def _worker(recording: Recording) -> SimWorker:
 
 
 def fitted(recording: Recording) -> RecordedSteps:
-    """The times between next_batch and on_batch_done, by what the batches held."""
-    times = StepTimes()
-    for held, begun_s, end_s in _steps(recording):
-        times.note(*held, end_s - begun_s)
+    """The times between next_batch and on_batch_done, by what the batches held. One that was made while another ran
+    begins when that ends, but where each pipeline stage has its own."""
+    times, ended_s = StepTimes(), 0.0
+    for held, made_s, end_s in _steps(recording):
+        times.note(*held, end_s - (made_s if recording.num_stages > 1 else max(made_s, ended_s)))
+        ended_s = end_s
     costs = times.costs(enough=1)
     if costs is None:
         raise RecordingError(f"{recording.name} ran no step; give the recording of a run in which it worked")
-    return RecordedSteps(costs)
+    return RecordedSteps(costs, stages=recording.num_stages)
 
 
 def _steps(recording: Recording) -> Iterator[tuple[Held, float, float]]:
     """What each held, when it was made and when it was done. A mixed worker's two batches of one step are one."""
-    decode: tuple[Held, float, float] | None = None
+    beside = _beside(recording)
+    decode: tuple[int, Held, float, float] | None = None  # the call that made it, and what is told of it
     for call in recording.calls:
         if not call.method.endswith("on_batch_done"):
             continue
-        made = recording.calls[call.args[0]["result"]]
-        step = (_held(made.result), made.at_s, call.at_s)
-        if decode is not None and "PrefillBatch" in made.result and decode[1] <= made.at_s <= decode[2]:
-            yield (step[0][0], *decode[0][1:]), decode[1], call.at_s
+        at = call.args[0]["result"]
+        made = recording.calls[at]
+        held = _held(made.result)
+        if decode is not None and beside.get(at) == decode[0]:
+            yield (held[0], *decode[1][1:]), decode[2], call.at_s
             decode = None
             continue
         if decode is not None:
-            yield decode
-        decode = step if "DecodeBatch" in made.result else None
+            yield decode[1:]
+        decode = (at, held, made.at_s, call.at_s) if "DecodeBatch" in made.result else None
         if decode is None:
-            yield step
+            yield held, made.at_s, call.at_s
     if decode is not None:
-        yield decode
+        yield decode[1:]
+
+
+def _beside(recording: Recording) -> dict[int, int]:
+    """By the call that made a mixed worker's prompts, the one that made what decodes in the same step: the last before
+    it, if there is anything in it."""
+    found: dict[int, int] = {}
+    last = None
+    for at, call in enumerate(recording.calls):
+        if call.method == "decode.next_batch":
+            last = at if call.result["DecodeBatch"]["entries"] else None
+        elif call.method == "prefill.next_batch" and call.result is not None and last is not None:
+            found[at] = last
+    return found
 
 
 def _held(batch: Mapping[str, Any]) -> Held:

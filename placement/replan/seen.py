@@ -51,8 +51,12 @@ class SeenWorker:
     costs: StepCosts | None
 
     @property
+    def num_stages(self) -> int:
+        return int(self.limits.get("pipeline_parallel", 1))
+
+    @property
     def devices(self) -> int:
-        return int(self.limits.get("tensor_parallel", 1))
+        return int(self.limits.get("tensor_parallel", 1)) * self.num_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,8 +133,8 @@ class Seen:
         ]
 
     def latency(self) -> CostsLatency:
-        """What steps take at any of them: each part as those measured it that do it. What is found in prefix caches, as
-        much of each prompt as there was of all, is not computed."""
+        """What steps take at any of them, passes of all stages where there are: each part as those measured it that do
+        it. What is found in prefix caches, as much of each prompt as there was of all, is not computed."""
         prompts, answers = self._measured("prefill"), self._measured("decode")
         both = [costs.both_s for costs in prompts if costs in answers]
         return CostsLatency(
@@ -148,16 +152,24 @@ class Seen:
     def cluster(self, arrangement: Arrangement) -> SimCluster:
         """It, if its workers were these. One whose role is not its own has the knobs of those that have it; where none
         has, its own, and defaults. One that is not there yet is as others of its pool."""
-        latency = ScaledLatency(
-            model=self.latency(), prefill=1.0, decode=self.slower, transfer=1.0, how="as answers came"
-        )
+        whole = self.latency()
+        latencies = {
+            stages: ScaledLatency(
+                model=replace(whole, stages=stages),
+                prefill=1.0,
+                decode=self.slower,
+                transfer=1.0,
+                how="as answers came",
+            )
+            for stages in {worker.num_stages for worker in self.workers}
+        }
         limits = {worker.role: worker.limits for worker in reversed(self.workers)}
         return SimCluster(
             workers=tuple(
                 SimWorker(
                     name=name,
                     role=role,
-                    latency=latency,
+                    latency=latencies[worker.num_stages],
                     num_pages=worker.num_pages,
                     page_size=worker.page_size,
                     policy=read(kind_of(role).load_options(), {**self._limits(worker, role, limits), **chunks}),
@@ -179,7 +191,8 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostsLatency:
-    """What steps take, as the workers have measured it. A handoff takes Seen.handoff_s, whatever its length."""
+    """What steps take, as the workers have measured it: passes of all stages, of which each takes an even share. A
+    handoff takes Seen.handoff_s, whatever its length."""
 
     prompt_fixed_s: float  # of a step of prompts alone
     prompt_token_s: float
@@ -191,20 +204,23 @@ class CostsLatency:
         return "step times as the workers measure them"
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
-        return max(MIN_STEP_S, self.prompt_fixed_s + self._prompts_s(chunks))
+        return self._stage_s(self.prompt_fixed_s + self._prompts_s(chunks))
 
     def decode_line(self, batch_size: int, context_tokens: int) -> DecodeLine:
         step_s = self.answers.step_s(0, batch_size, context_tokens, both=0)
-        return DecodeLine(max(MIN_STEP_S, step_s), self.answers.context_token_s)
+        return DecodeLine(self._stage_s(step_s), self.answers.context_token_s / self.stages)
 
     def mixed_s(self, chunks: Sequence[tuple[int, int]], batch_size: int, context_tokens: int) -> float:
         if not batch_size:
             return self.prefill_s(chunks)
         step_s = self.answers.step_s(0, batch_size, context_tokens, both=bool(chunks))
-        return max(MIN_STEP_S, step_s + self._prompts_s(chunks))
+        return self._stage_s(step_s + self._prompts_s(chunks))
 
     def transfer_s(self, num_tokens: int) -> float:
         return 0.0
+
+    def _stage_s(self, pass_s: float) -> float:
+        return max(MIN_STEP_S, pass_s / self.stages)
 
     def _prompts_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         return self.prompt_token_s * sum(tokens for tokens, _ in chunks)

@@ -157,6 +157,7 @@ class Simulation:
             page_size=worker.page_size,
             step_tokens=options.max_batch_tokens if isinstance(options, PrefillOptions) else 0,
             chunk_tokens=options.chunk_tokens if isinstance(options, MixedOptions) else 0,
+            num_stages=worker.latency.stages,
         )
         if worker.role == "prefill":
             assert isinstance(options, PrefillOptions), worker.name

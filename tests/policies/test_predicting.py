@@ -13,6 +13,7 @@ from cluster.router.decisions import Assigned, Move
 from cluster.router.moving import Moving
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
+from cluster.router.predicting import token_s
 from engine.pages.news import PageNews
 from engine.pages.pool import page_hashes
 from worker.steps.costs import StepCosts
@@ -25,12 +26,16 @@ TARGETS = RouterOptions(slo_ttft_ms=300.0, slo_tpot_ms=15.0)
 PAGES = 10_000
 
 
-def policy_with(*names: str, options: RouterOptions = TARGETS, chunk_tokens: int = 512, **reports: Any) -> RouterPolicy:
+def policy_with(
+    *names: str, options: RouterOptions = TARGETS, chunk_tokens: int = 512, num_stages: int = 1, **reports: Any
+) -> RouterPolicy:
     """Workers named p... prefill, d... decode, m... both; `reports`: fields of what one of them tells, by its name."""
     policy = RouterPolicy(options)
     for name in names:
         role = {"p": "prefill", "d": "decode", "m": "mixed"}[name[0]]
-        view = WorkerView(name=name, role=role, total_pages=PAGES, page_size=PAGE, step_tokens=2048)
+        view = WorkerView(
+            name=name, role=role, total_pages=PAGES, page_size=PAGE, step_tokens=2048, num_stages=num_stages
+        )
         policy.on_worker_up(replace(view, chunk_tokens=chunk_tokens if role == "mixed" else 0), 0.0)
         told = {"available_pages": PAGES, "costs": COSTS, **reports.get(name, {})}
         policy.on_report(name, Report(made_s=1.0, **told), 1.0)
@@ -236,3 +241,16 @@ def test_prompts_wait_in_the_router_when_every_worker_has_its_backlog() -> None:
     full = {"waiting_tokens": 40_000}
     policy = policy_with("p0", "m0", p0=full, m0=full)
     assert not isinstance(policy.assign(shape(), 1.0), Assigned)
+
+
+def test_in_pipeline_stages_what_waits_goes_faster_and_passes_hold_fewer() -> None:
+    """The costs told are of a pass through all stages, and one is in each."""
+    late = {"waiting_tokens": 16_000}  # 320 ms in one stage, 80 in four
+    request = shape()
+    for stages, read_at in ((1, "m0"), (4, "p0")):
+        policy = policy_with("p0", "m0", m0=BUSY, p0=late, num_stages=stages)
+        assert placed(policy, request) == (read_at, "m0")
+    full = {"num_running": 1200, "available_pages": 0}  # steps of 23 ms with all of them in one
+    for stages, is_slow in ((1, True), (4, False)):
+        policy = policy_with("p0", "d0", d0=full, num_stages=stages)
+        assert (token_s(policy.workers.decode.accounts["d0"]) > 0.015) == is_slow

@@ -102,10 +102,11 @@ class PrefillMachine(Prefiller):
         if self.host is not None:
             self._pace = self.host.prefill_factor(self.name)
             taken_s *= self._pace
-        done_s = max(now + taken_s, self.last_done_s + stage_s)
+        own_s = self.worker.step_overhead_s + stage_s  # of the last stage, which leads
+        done_s = max(now + taken_s, self.last_done_s + own_s)
         self.is_busy = True
         self.last_done_s = done_s
-        router.ledger.busy_s["prefill"] += taken_s if latency.stages == 1 else self.worker.step_overhead_s + stage_s
+        router.ledger.busy_s["prefill"] += taken_s if latency.stages == 1 else own_s
         self.note_begun(batch, done_s)
         if self.host is None:
             router.clock.at(done_s, self._on_done, batch)

@@ -141,3 +141,15 @@ def test_chunks_follow_what_is_missed(has: int, prompt: int, output: int, rate: 
         cluster, slo, Bounds(most_changes=2), Terms(wanted=slo.attainment, measured=0.1, seen_s=cluster.seen_s)
     )
     assert weighed.decision.moves == (SetRole(worker="mixed-0", role="mixed", chunk_tokens=wanted),)
+
+
+def test_a_worker_in_stages_has_a_pass_in_each() -> None:
+    """It is as many GPUs as its ranks, and its steps as measured are passes of all stages: prompts that one alone reads
+    too slowly are read in time where four are under way."""
+    staged = worker("prefill-0", pipeline_parallel="4", tensor_parallel="2", max_batch_tokens="800")
+    cluster = seen(staged, worker("decode-0"), prompt=800, output=5, rate=3.5)
+    assert cluster.devices == {"prefill-0": 8, "decode-0": 1}
+    roles = Arrangement(roles=cluster.roles)
+    whole = replace(cluster, workers=(worker("prefill-0", max_batch_tokens="800"), cluster.workers[1]))
+    assert play(whole, roles, Slo(ttft_s=0.8)).attainment < 0.3
+    assert play(cluster, roles, Slo(ttft_s=0.8)).attainment > 0.95
