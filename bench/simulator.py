@@ -35,6 +35,7 @@ from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from placement.workload.requests import Workload, from_rows, read_request_list
 from prefill_worker.options import PrefillOptions
+from worker.options import report_gap_s
 
 DATA = REPO / "tests" / "placement" / "papers" / "data"
 HARDWARE = {"A": "a100-80gb", "H": "h100-80gb", "C": "h100-80gb-pcap"}
@@ -93,7 +94,7 @@ def pair(prefill: LatencyModel, decode: LatencyModel, pages: tuple[int, int], co
         return [sim_worker(f"{role}-{i}", role, model, policies[role]) for i in range(count)]
 
     workers = pool("prefill", prefill, pages[0], counts[0]) + pool("decode", decode, pages[1], counts[1])
-    return SimCluster(workers=tuple(workers), router=ROOMY)
+    return SimCluster(workers=tuple(workers), router=ROOMY, report_gap_s=report_gap_s(len(workers)))
 
 
 def against_distserve(meter: Meter) -> None:
