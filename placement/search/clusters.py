@@ -22,13 +22,14 @@ from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.latency.scaled import factors_of
 from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.hybrids import hybrids_of, shifted, shifts_of
-from placement.search.placements import Placement, goodput_problem
+from placement.search.placements import Placement, goodput_problem, with_candidate
 from placement.search.problem import PlanSearch
-from placement.search.sizing import binding_pool, size_for_rate, sizing_job
+from placement.search.sizing import binding_pool, one_more, size_for_rate, sizing_job
 
 HYBRIDS_OF = 3  # placements, no two of the same degrees
 MOST_MOVES = 4  # of a worker from one pool to the other
 NEAR = 0.95  # of what a quick look has seen: where a search begins, and it ends as far above
+MOST_GROWN = 3  # workers that what was sized for a rate turns out to lack
 FEW = 2  # of a kind: the best, by a quick look
 QUICK = Effort(first_requests=400, max_requests=1200, half_width=0.03, decides=True, e2e_times=4)
 JOINT = Effort(first_requests=1500, max_requests=6000, half_width=0.015, decides=True)
@@ -125,12 +126,32 @@ def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate:
 
 
 def _sized_again(search: PlanSearch, clusters: Clusters, rate: float) -> Clusters:
-    """By longer runs."""
+    """By longer runs, and larger where the longest miss the rate."""
     placements = _sized(search, [cluster.placement for cluster in clusters], rate, SIZING, "the best for the rate")
     known = {cluster.placement.candidate: cluster for cluster in clusters}
     as_before = [known[placement.candidate] for placement in placements if placement.candidate in known]
     others = [placement for placement in placements if placement.candidate not in known]
-    return _searched(search, as_before + _headrooms(search, others, rate))
+    searched = _searched(search, as_before + _headrooms(search, others, rate))
+    found = list(searched)
+    for _ in range(MOST_GROWN):
+        if not (grown := _grown(searched, found, rate)):
+            break
+        searched = _searched(search, _headrooms(search, grown, rate))
+        found += searched
+    return found
+
+
+def _grown(clusters: Clusters, found: Clusters, rate: float) -> list[Placement]:
+    """Each that misses the rate, with one worker more in the pool that binds; none that is there, nor larger than what
+    keeps it."""
+    most = min([each.goodput.candidate.gpus for each in found if each.goodput.goodput.value >= rate], default=1 << 30)
+    grown = {}
+    for each in clusters:
+        if 0 < each.goodput.goodput.value < rate and (miss := each.knee.first_miss) is not None:
+            larger = one_more(each.placement, each.goodput.candidate, miss)
+            grown[larger] = with_candidate(each.placement, larger)
+    known = {each.goodput.candidate for each in found}
+    return [each for candidate, each in grown.items() if candidate not in known and candidate.gpus <= most]
 
 
 def _sized(

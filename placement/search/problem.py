@@ -109,10 +109,12 @@ class PlanSearch:
         return max(self.problem.offer_of(pool.degrees, True).error for pool in candidate.pools)
 
     def score(self, goodput: Goodput) -> tuple[float, float]:
-        """By the objective: more is better, and a rough figure less than it says."""
+        """By the objective: more is better, and a rough figure less than it says. For a rate what has been found not to
+        keep it is behind all others; what was sized for it by a quick look is taken at its word until then."""
         gpus, value = goodput.candidate.gpus, goodput.goodput.value * (ROUGHLY if goodput.is_rough else 1.0)
-        if self.question.rate:
-            return (-gpus if value else -math.inf, value)
+        if rate := self.question.rate:
+            is_kept = value and (goodput.is_rough or value >= rate)
+            return (-gpus if is_kept else -math.inf, value)
         if self.question.objective == "goodput":
             return (value, -gpus)
         return (value / gpus, value)

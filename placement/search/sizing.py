@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from placement.catalogs.base import Degrees, Offer
 from placement.goodput.estimate import Effort, Estimate, estimate
 from placement.goodput.targets import Targets
-from placement.plan import Candidate, Pool, PoolRole, RatePoint
+from placement.plan import Candidate, Pool, RatePoint
 from placement.search.placements import Placement, system_of, with_candidate
 from placement.search.problem import PlacementProblem
 from placement.simulator.systems import System
@@ -97,11 +97,6 @@ def binding_pool(point: RatePoint, missed_ttft: float, missed_tpot: float) -> Po
     return "prefill"
 
 
-def with_one_more(candidate: Candidate, role: PoolRole) -> Candidate:
-    pools = tuple(replace(p, replicas=p.replicas + 1) if p.role == role else p for p in candidate.pools)
-    return replace(candidate, pools=pools)
-
-
 def size_for_rate(job: SizingJob) -> SizedPlacement:
     offers = dict(zip((pool.degrees for pool in job.placement.candidate.pools), job.offers, strict=True))
 
@@ -130,7 +125,7 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     for _ in range(MOST_ADDED if job.may_grow else 0):
         if estimated.keeps_slo:
             break
-        candidate = more(job.placement, candidate, _role_to_add(candidate, estimated))
+        candidate = one_more(job.placement, candidate, estimated)
         estimated = look(candidate)
     if estimated.keeps_slo:
         candidate = _trimmed(job.placement, candidate, look)
@@ -138,24 +133,18 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     return SizedPlacement(placement=placement, keeps_slo=estimated.keeps_slo, num_simulated=int(log[0]), cpu_s=log[1])
 
 
-def _role_to_add(candidate: Candidate, now: Estimate) -> PoolRole:
-    if candidate.is_colocated:
-        return candidate.pools[0].role
+def one_more(placement: Placement, candidate: Candidate, now: Estimate) -> Candidate:
+    """With a worker more in the pool that binds."""
+    if len(candidate.pools) == 1:
+        return with_more(placement, candidate, 0)
     binding = binding_pool(now.point, now.missed_ttft, now.missed_tpot)
-    return "decode" if binding == "decode" else "prefill"
+    return with_more(placement, candidate, 1 if binding == "decode" else 0)
 
 
-def more(placement: Placement, candidate: Candidate, role: PoolRole) -> Candidate:
-    """A worker of the role more; a whole pair, where those are repeated."""
-    if placement.copies == 1:
-        return with_one_more(candidate, role)
-    return replace(candidate, pools=tuple(replace(p, replicas=p.replicas + 1) for p in candidate.pools))
-
-
-def _one_less(placement: Placement, candidate: Candidate, index: int) -> Candidate:
-    """In that pool; a whole pair, where those are repeated."""
+def with_more(placement: Placement, candidate: Candidate, index: int, count: int = 1) -> Candidate:
+    """So many workers more in that pool; so many whole pairs, where those are repeated."""
     pools = (
-        replace(p, replicas=p.replicas - 1) if i == index or placement.copies > 1 else p
+        replace(p, replicas=p.replicas + count) if i == index or placement.copies > 1 else p
         for i, p in enumerate(candidate.pools)
     )
     return replace(candidate, pools=tuple(pools))
@@ -165,7 +154,7 @@ def _trimmed(placement: Placement, candidate: Candidate, look: Callable[[Candida
     """Less of any pool, one worker at a time, as long as the SLO is kept."""
     for index in range(len(candidate.pools)):
         while True:
-            less = _one_less(placement, candidate, index)
+            less = with_more(placement, candidate, index, -1)
             if any(p.replicas < 1 for p in less.pools) or not look(less).keeps_slo:
                 break
             candidate = less

@@ -18,7 +18,7 @@ from placement.latency.scaled import ScaledLatency
 from placement.plan import Goodput, Slo, Swing
 from placement.search.placements import Placement, goodput_problem, with_candidate
 from placement.search.problem import PlanSearch
-from placement.search.sizing import SizingJob, more, size_for_rate, sizing_job
+from placement.search.sizing import SizingJob, size_for_rate, sizing_job, with_more
 from placement.simulator.systems import LiveSystem
 from placement.workload.requests import Workload
 
@@ -121,20 +121,20 @@ def _on_targets(swings: Sequence[Swing], chosen: Goodput) -> str:
 
 def _on_one_more(search: PlanSearch, placement: Placement, chosen: Goodput) -> str:
     """The pool in which one more gains most for a GPU."""
-    roles = list(dict.fromkeys(pool.role for pool in placement.candidate.pools))
-    larger = [with_candidate(placement, more(placement, placement.candidate, role)) for role in roles]
+    candidate = placement.candidate
+    larger = [with_candidate(placement, with_more(placement, candidate, i)) for i in range(len(candidate.pools))]
     knees = search.done(find_goodput, [_problem(search, each, chosen) for each in larger], "a worker more")
     gained = [
         (
-            (knee.goodput.value - chosen.goodput.value) / (each.candidate.gpus - placement.candidate.gpus),
-            role,
+            (knee.goodput.value - chosen.goodput.value) / (each.candidate.gpus - candidate.gpus),
+            pool.role,
             each,
             knee,
         )
-        for role, each, knee in zip(roles, larger, knees, strict=True)
+        for pool, each, knee in zip(candidate.pools, larger, knees, strict=True)
     ]
     _, role, best, knee = max(gained, key=lambda found: found[0])
-    added = _priced(search, best.candidate.unit, best.candidate.gpus - placement.candidate.gpus)
+    added = _priced(search, best.candidate.unit, best.candidate.gpus - candidate.gpus)
     return (
         f"One more {role} worker ({added}) takes the goodput from {chosen.goodput.value:.3g} to "
         f"{knee.goodput.value:.3g} requests/s."

@@ -169,6 +169,18 @@ def test_for_a_rate_a_hybrid_is_tried_with_as_many_workers_or_fewer() -> None:
     assert hybrid.goodput.value >= 0.95 * found.chosen.goodput.value
 
 
+def test_what_long_runs_show_to_miss_the_rate_is_not_bought() -> None:
+    """One worker keeps 7.2 requests/s in a short run and 7.06 in a long one; of what it becomes with another it is
+    known, too."""
+    found = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=None, rate=7.2)
+    assert found.chosen.candidate.gpus == 2
+    assert found.chosen.goodput.value >= 7.2
+    assert found.at_rate.attainment.value >= 0.9
+    (alone,) = [each for each in found.tried if each.candidate.gpus == 1]
+    assert 6.5 < alone.goodput.value < 7.2
+    assert found.tried[-1] == alone
+
+
 def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
     offer = toy_offer()
     reading, writing = (mixed_of(offer, count, "toy", chunks).pools[0] for count, chunks in ((2, 100), (1, 50)))
