@@ -31,7 +31,7 @@ from tests.serving.harness import (
 
 LENGTHS = (3, 16, 21, 40, 64, 75)
 NEW_TOKENS = 120
-TOO_LATE = re.compile(r"has nothing of it (left to read|to move now)")
+EXCUSED = re.compile(r"has nothing of it (left to read|to move now)|it stood still for")  # late orders, or machines
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 7, "logprobs": 2, "regex": "([a-f]{3}, ){100}"},
@@ -109,12 +109,12 @@ async def test_a_worker_that_drains_is_left_by_all(
         num_moves += answer.timeline.moves
         told = [(each.transport, each.checksums_ok, each.bytes > 0) for each in answer.moved]
         assert told == [(transport, True, True)] * answer.timeline.moves
-    assert num_moves == total["router_moved"] == total["moves_done"] > 0
+    assert num_moves == total["router_moved"]
+    assert 0 < total["moves_done"] <= num_moves  # one that ends where it went, before the receipt is back, is not told
     assert (total["router_retries"], total["router_stale_tokens"]) == (0, 0)
     assert any(" moves from " in told for told in caplog.messages)
     stayed = [told for told in caplog.messages if " stays at " in told]
-    too_late = [told for told in stayed if TOO_LATE.search(told)]  # read, or over, while the order was on its way
-    assert stayed == too_late
+    assert stayed == [told for told in stayed if EXCUSED.search(told)]
     names = ["router-0", *(worker.options.name for worker in cluster.workers)]
     replays(*(tmp_path / f"{name}.jsonl" for name in names))
 
@@ -147,7 +147,7 @@ async def test_who_could_not_be_reached_once_is_moved_to_later(
         total = counters(cluster)
     assert [answer.choices for answer in done] == [wanted.choices for wanted in undisturbed]
     assert total["moves_failed"] >= 1
-    assert total["moves_done"] == total["router_moved"] >= 1
+    assert 1 <= total["moves_done"] <= total["router_moved"]
     assert total["router_retries"] == 0
 
 
@@ -165,7 +165,7 @@ async def test_what_one_worker_has_too_much_of_goes_to_another_that_comes(
         done = await answers
         total = counters(cluster)
     assert [answer.choices for answer in done] == [wanted.choices for wanted in undisturbed]
-    assert total["moves_done"] == total["router_moved"] > 0
+    assert 0 < total["moves_done"] <= total["router_moved"]
 
 
 async def test_an_operator_drains_a_worker_and_takes_it_back(
