@@ -52,28 +52,24 @@ class ReportInbox:
         self._is_awaited = is_awaited
         self._on_arrival = on_arrival
         self._reporters: dict[Reporter, None] = {}  # that may have something for the router
-        self._watched_s = 0.0  # when the last report that is an event arrives
+        self._watched_tick = 0  # the last whose reports are an event
         self._taken_tick = -1  # whose reports have been taken
         self._next_reports_s = 0.0  # when others arrive
 
     def expect(self, reporter: Reporter) -> None:
         self._reporters[reporter] = None
-        if self._is_awaited():
-            self._watch(reporter)
+        if int(self.clock.now / self.gap_s) >= self._watched_tick and self._is_awaited():
+            self.watch()
 
     def forget(self, reporter: Reporter) -> None:
         self._reporters.pop(reporter, None)
 
     def watch(self) -> None:
-        """Requests wait in the router: from now on every report is an event."""
-        for reporter in self._reporters:
-            self._watch(reporter)
-
-    def _watch(self, reporter: Reporter) -> None:
-        arrives_s = reporter.arrives_s(self.clock.now)
-        if arrives_s > self._watched_s:  # all workers report at the same ticks
-            self._watched_s = arrives_s
-            self.clock.at(arrives_s, self._on_arrival, 0)
+        """Requests wait in the router: the next reports are an event."""
+        tick = int(self.clock.now / self.gap_s) + 1
+        if tick > self._watched_tick and self._reporters:  # all workers report at the same ticks
+            self._watched_tick = tick
+            self.clock.at(tick * self.gap_s + self.delay_s, self._on_arrival, 0)
 
     def take(self) -> list[tuple[str, Report]]:
         """Those that have arrived. All workers report at the same ticks, so between two arrivals there is nothing."""
@@ -189,10 +185,6 @@ class Reporter(Teller):
 
     def end(self) -> None:
         self._inbox.forget(self)
-
-    def arrives_s(self, now: float) -> float:
-        """When the report that follows a change now will be known to the router."""
-        return (int(now / self._inbox.gap_s) + 1) * self._inbox.gap_s + self._inbox.delay_s
 
     def take(self, now: float, arrived: int) -> Report | None:
         """The last report that has arrived, those of the tick `arrived` being the last, and was not taken; what came
