@@ -182,7 +182,7 @@ def test_a_stage_copies_its_own_weights_only(tmp_path: Path) -> None:
     grown, saved = private_bytes() - before, (tmp_path / "model.safetensors").stat().st_size
     assert loaded.cut.part.layers == range(2, 3)
     assert saved > 70 << 20
-    assert grown < saved // 3, f"{grown >> 20} MiB more for a layer of eight, of {saved >> 20} MiB in all"
+    assert grown < saved // 2, f"{grown >> 20} MiB more for a layer of eight, of {saved >> 20} MiB in all"
 
 
 # What is refused
