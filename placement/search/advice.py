@@ -69,9 +69,9 @@ def _on_disaggregation(findings: Findings) -> str:
     if sure and findings.error:
         sure = f", if the latency model, wrong by up to {findings.error:.0%}, is wrong alike for both"
     if is_colocated:
+        ratio = f"{'takes' if findings.rate else 'has'} {ratio}"
         return (
-            f"Do not disaggregate: {chosen.candidate.label} has {ratio} the best two pools, "
-            f"{other.candidate.label}{sure}."
+            f"Do not disaggregate: {chosen.candidate.label} {ratio} the best two pools, {other.candidate.label}{sure}."
         )
     if kind == "hybrid":
         return f"A hybrid pays: {ratio} the best pure placement, {other.candidate.label}{sure}."

@@ -18,7 +18,7 @@ from placement.build.from_offers import offers_of
 from placement.catalogs.base import Catalog, Offer, PlanError
 from placement.goodput.runner import Progress, open_runner, used_cpu_s
 from placement.goodput.targets import Targets
-from placement.plan import Goodput, Plan
+from placement.plan import Goodput, Kind, Plan
 from placement.search.answer import PlanAnswer
 from placement.search.clusters import (
     SimulatedCluster,
@@ -44,6 +44,8 @@ from placement.workload.traffic import Traffic, with_classes
 WHOLE_CLUSTERS = 8  # of two pools, simulated as a whole: two phases keep less together than each promises alone
 SIZED_CLUSTERS = 4  # likewise, for a rate
 COLOCATED_CLUSTERS = 2
+ALIKE = 0.01  # of a goodput: so little more pays for nothing
+SIMPLEST: Sequence[Kind] = ("one pool", "two pools", "hybrid")  # the first
 Phases = Mapping[str, Sequence[WorkerGoodput]]
 
 
@@ -107,7 +109,18 @@ def _simulated(
 def _tried(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Goodput]:
     """What has a goodput, the best first."""
     tried = [cluster.goodput for cluster in clusters if cluster.goodput.goodput.value]
-    return sorted(tried, key=search.score, reverse=True)
+    return simplest_first(sorted(tried, key=search.score, reverse=True), search.question.rate or 0.0)
+
+
+def simplest_first(tried: Sequence[Goodput], rate: float) -> list[Goodput]:
+    """The same, the best first, but that of those as good as that the simplest kind is before it."""
+    if not tried:
+        return []
+    best, least = tried[0].candidate.gpus, max(rate, (1 - ALIKE) * tried[0].goodput.value)
+    alike = [each for each in tried[1:] if each.goodput.value >= least and each.candidate.gpus <= best]
+    sure = [tried[0], *(each for each in alike if not each.is_rough)]
+    chosen = min(sure, key=lambda each: SIMPLEST.index(each.candidate.kind))
+    return [chosen, *(each for each in tried if each is not chosen)]
 
 
 def _num_gpus(question: PlanQuestion, catalog: Catalog) -> int:

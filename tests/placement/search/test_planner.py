@@ -11,15 +11,16 @@ import pytest
 from placement.build.from_offers import mixed_of, pair_of
 from placement.catalogs.base import Degrees, Offer, PlanError
 from placement.goodput.targets import Targets
-from placement.plan import Candidate, Goodput, Plan, RequestClass, Slo, to_json
+from placement.plan import Candidate, Goodput, Interval, Plan, RequestClass, Slo, to_json
 from placement.search.clusters import JOINT
 from placement.search.hybrids import hybrids_of, shifted, shifts_of
 from placement.search.placements import Placement
-from placement.search.planner import plan
+from placement.search.planner import plan, simplest_first
 from placement.search.question import PlanQuestion
 from placement.search.sizing import SizedPlacement, SizingJob, size_for_rate
 from placement.workload.requests import Workload
 from placement.workload.traffic import Traffic
+from tests.kvrelay.plan.plan_fixture import pool
 from tests.placement.toys import PROMPT, ToyCatalog, alike, toy_offer
 
 SLO = Slo(ttft_s=0.4, tpot_s=0.012)
@@ -179,6 +180,40 @@ def test_what_long_runs_show_to_miss_the_rate_is_not_bought() -> None:
     (alone,) = [each for each in found.tried if each.candidate.gpus == 1]
     assert 6.5 < alone.goodput.value < 7.2
     assert found.tried[-1] == alone
+
+
+@pytest.mark.parametrize(
+    ("values", "rough", "rate", "chosen"),
+    [
+        ((9.0, 8.95, 8.92), "", None, "one pool"),
+        ((9.0, 8.95, 8.80), "", None, "two pools"),
+        ((9.0, 8.80, 8.80), "", None, "hybrid"),
+        ((9.0, 8.95, 8.92), "one pool", None, "two pools"),  # a quick look, and nothing more
+        ((9.0, 8.95, 8.92), "", 8.93, "two pools"),  # the other misses the rate
+    ],
+)
+def test_of_what_is_as_good_the_simplest_kind_is_chosen(
+    values: tuple[float, ...], rough: str, rate: float | None, chosen: str
+) -> None:
+    candidates = (
+        Candidate(pools=(pool("prefill", 1, 1), pool("mixed", 1, 1))),
+        Candidate(pools=(pool("prefill", 1, 1), pool("decode", 1, 1))),
+        Candidate(pools=(pool("mixed", 1, 2),)),
+    )
+    tried = [
+        Goodput(
+            candidate=candidate,
+            goodput=Interval(value, value, value),
+            curve=(),
+            usd_per_hour=0.0,
+            watts=0.0,
+            is_rough=candidate.kind == rough,
+        )
+        for candidate, value in zip(candidates, values, strict=True)
+    ]
+    found = simplest_first(tried, rate or 0.0)
+    assert found[0].candidate.kind == chosen
+    assert sorted(each.goodput.value for each in found) == sorted(values)
 
 
 def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
