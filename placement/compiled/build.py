@@ -80,6 +80,11 @@ COMPILED = (
 )
 OURS = frozenset(name.partition("/")[0] for name in COMPILED) | {"kv_transfer", "worker"}
 BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine
+FASTER = {  # a third of the time: the code is as fast as at level 3, and warnings of gcc's take as long as all the rest
+    "MYPYC_OPT_LEVEL": "1",
+    "MYPYC_DEBUG_LEVEL": "0",
+    "CFLAGS": f"{os.environ.get('CFLAGS', '')} -w",
+}
 IMPORTED = re.compile(r"^\s*(?:from|import) ([\w.]+)", re.MULTILINE)
 SHIM = "from pkgutil import extend_path\n\n__path__ = extend_path(__path__, __name__)\n"
 
@@ -168,7 +173,7 @@ def _run_mypyc(target: Path, types: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mypyc", *options, *COMPILED],
         cwd=target,
-        env={**os.environ, "MYPYPATH": str(types)},
+        env={**os.environ, **FASTER, "MYPYPATH": str(types)},
         capture_output=True,
         text=True,
         timeout=BUILD_TIMEOUT_S,

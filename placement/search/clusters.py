@@ -30,7 +30,6 @@ HYBRIDS_OF = 3  # placements, no two of the same degrees
 MOST_MOVES = 4  # of a worker from one pool to the other
 NEAR = 0.95  # of what a quick look has seen: where a search begins, and it ends as far above
 MOST_GROWN = 3  # workers that what was sized for a rate turns out to lack
-FEW = 2  # of a kind: the best, by a quick look
 QUICK = Effort(first_requests=400, max_requests=1200, half_width=0.03, decides=True, e2e_times=4)
 JOINT = Effort(first_requests=1500, max_requests=6000, half_width=0.015, decides=True)
 SIZING = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
@@ -186,7 +185,7 @@ def simulate_guessing(search: PlanSearch, clusters: Sequence[SimulatedCluster]) 
     """The best of each kind again, its workers guessing ahead; for a rate with as many of them, or with fewer."""
     guessing = [
         replace(cluster.placement, candidate=candidate, promised=cluster.goodput.goodput.value)
-        for cluster in _best_of_each_kind(search, clusters, 1)
+        for cluster in _best_of_each_kind(search, clusters)
         if (candidate := guessing_ahead(cluster.placement.candidate, search.problem.offer_of)) is not None
     ]
     if not guessing:
@@ -203,24 +202,23 @@ def simulate_guessing(search: PlanSearch, clusters: Sequence[SimulatedCluster]) 
 def _surely(
     search: PlanSearch, clusters: Sequence[SimulatedCluster], again: Callable[[Clusters], Clusters]
 ) -> Clusters:
-    """The best of each kind simulated again, until those that are best then have been; of each a few at first."""
-    found, few = list(clusters), FEW
-    while now := [cluster for cluster in _best_of_each_kind(search, found, few) if cluster.goodput.is_rough]:
+    """The best of each kind simulated again, until those that are best then have been."""
+    found = list(clusters)
+    while now := [cluster for cluster in _best_of_each_kind(search, found) if cluster.goodput.is_rough]:
         surer = again(now)
         sure = {cluster.placement.candidate for cluster in surer}
         found = [each for each in found if each not in now and each.placement.candidate not in sure] + surer
-        few = 1
     return found
 
 
-def _best_of_each_kind(search: PlanSearch, clusters: Sequence[SimulatedCluster], few: int) -> Clusters:
-    """So many of each, with guesses and without, the best first."""
-    best: dict[tuple[Kind, bool], Clusters] = {}
+def _best_of_each_kind(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> Clusters:
+    """With guesses and without, the best first."""
+    best: dict[tuple[Kind, bool], SimulatedCluster] = {}
     for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
         candidate = cluster.placement.candidate
         if cluster.goodput.goodput.value:
-            best.setdefault((candidate.kind, candidate.num_guesses > 0), []).append(cluster)
-    return [cluster for kind in best.values() for cluster in kind[:few]]
+            best.setdefault((candidate.kind, candidate.num_guesses > 0), cluster)
+    return list(best.values())
 
 
 def _looked_at(search: PlanSearch, placements: Sequence[Placement], what: str) -> Clusters:
