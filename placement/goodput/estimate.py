@@ -1,8 +1,8 @@
 """estimate says what a system does in the long run at one rate: attainment and percentiles, each with an interval.
 
-Runs are simulated, each at least twice as long as the last, until the interval of the attainment is narrow enough, or
-lies on one side of the target where only that is asked, or a limit is hit (is_settled False). The beginning and the end
-of a run are cut off (placement/goodput/stationary.py); a run shorter than six times what a request takes, or with
+Runs are simulated, each a quarter longer than the last or more, until the interval of the attainment is narrow enough,
+or lies on one side of the target where only that is asked, or a limit is hit (is_settled False). The beginning and the
+end of a run are cut off (placement/goodput/stationary.py); a run shorter than six times what a request takes, or with
 batches that still know of each other, is not trusted. A queue that grows without end is told apart: no run is long
 enough for it, and its attainment can only fall.
 
@@ -30,6 +30,7 @@ from placement.workload.traffic import Traffic
 
 TRUSTED_CORRELATION = 0.4
 FILLED = 3  # times what a request takes: a cluster that was empty has filled up
+LONGER = 1.25  # times as many requests, at least, where a run that was not enough is made again
 MOST_LONGER = 8  # times the most requests of an effort, where a run of so few does not last so long
 PERCENTILES = (50, 90, 99)
 
@@ -98,7 +99,7 @@ def estimate(
         look = _Look(system, system.play(traffic.draw(rate / copies, count, seed)), targets)
         simulated += count
         most = min(max(effort.max_requests, look.lasting(effort)), MOST_LONGER * effort.max_requests)
-        if look.is_enough(effort) or count >= most:
+        if look.is_enough(effort) or most < LONGER * count:
             break
         count = min(most, max(2 * count, look.wanted(effort)))
     estimated = look.estimate(rate, simulated, is_settled=look.is_enough(effort))
@@ -199,15 +200,18 @@ class _Look:
         return self.outcome.workload.duration_s < effort.e2e_times * self.e2e_s or counted < 0.4 * len(self.outcome)
 
     def lasting(self, effort: Effort) -> int:
-        """Requests in a run that lasts long enough. 0 where a queue that grows has made too many late."""
+        """Requests in a run that lasts long enough, though they may take longer in it than in this one. 0 where a queue
+        that grows has made too many late."""
         if self.is_growing and self.slack.value < 0:
             return 0
-        return math.ceil(1.2 * effort.e2e_times * self.e2e_s * self.outcome.workload.rate)
+        longer = 1.5 if self.is_growing else 1.2
+        return math.ceil(longer * effort.e2e_times * self.e2e_s * self.outcome.workload.rate)
 
     def wanted(self, effort: Effort) -> int:
-        """Requests in a run that is long enough, as far as this one tells: its interval narrows as the root of them."""
+        """Requests in a run that is long enough, as far as this one tells: its interval narrows as the root of them.
+        What looks as if it grew may only have filled up, which a run that lasts tells."""
         if self.is_growing:
-            return 0
+            return self.lasting(effort)
         half = (self.attainment.high - self.attainment.low) / 2
         aim = max(effort.half_width, abs(self.slack.value) if effort.decides else 0.0)
         return max(self.lasting(effort), math.ceil(len(self.outcome) * (half / aim) ** 2 * 1.2))

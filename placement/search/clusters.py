@@ -33,7 +33,7 @@ MOST_GROWN = 3  # workers that what was sized for a rate turns out to lack
 QUICK = Effort(first_requests=400, max_requests=1200, half_width=0.03, decides=True, e2e_times=4)
 JOINT = Effort(first_requests=1500, max_requests=6000, half_width=0.015, decides=True)
 SIZING = Effort(first_requests=2000, max_requests=12_000, half_width=0.01, decides=True)
-LONG = Effort(first_requests=8000, max_requests=16_000, half_width=0.01, decides=True)
+LONG = Effort(first_requests=16_000, max_requests=16_000, half_width=0.01, decides=True)  # fewer seldom decide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

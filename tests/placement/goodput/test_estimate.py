@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,8 +26,10 @@ from placement.goodput.stationary import (
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
 from placement.simulator.cluster import SimCluster, SimWorker
+from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from placement.simulator.systems import LiveSystem
+from placement.workload.requests import Workload
 from placement.workload.traffic import Traffic, with_classes
 from tests.placement.simulator.test_simulate import cluster, workers
 from tests.placement.toys import Toy, alike, toy_offer
@@ -76,6 +79,30 @@ def test_a_cluster_that_fills_up_is_not_taken_for_a_queue_that_grows() -> None:
     assert not found.is_growing
     assert found.keeps_slo
     assert found.point.num_requests > 4 * 10 * 24, "it lasts four times as long as a request"
+
+
+class LongerAndLonger:
+    """Requests take a sixth of the run and a little more, however long it is: it is always short by a few."""
+
+    def __init__(self) -> None:
+        self.played: list[int] = []
+        self.workers_by_pool = self.kv_tokens_by_pool = {"mixed": 1}
+
+    def play(self, workload: Workload) -> Outcome:
+        self.played.append(len(workload))
+        at_s = workload.arrival_s
+        return Outcome(workload=workload, first_token_s=at_s + 0.1, finish_s=at_s + workload.duration_s / 5.95)
+
+    def scaled(self, factor: float) -> LongerAndLonger:
+        return self
+
+
+def test_a_run_is_made_again_only_where_it_shall_be_much_longer() -> None:
+    system, targets = LongerAndLonger(), Targets(slo=Slo(ttft_s=1.0, attainment=0.9))
+    found = estimate(system, Traffic(source=alike(output=1)), 10.0, targets, effort=QUICK)
+    assert found.keeps_slo
+    assert system.played[-1] >= QUICK.max_requests
+    assert all(longer >= 1.25 * run for run, longer in pairwise(system.played))
 
 
 def test_intervals_hold_the_truth_nine_times_in_ten() -> None:
