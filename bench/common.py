@@ -26,9 +26,9 @@ RESULTS = REPO / "bench" / "results"
 MODELS = REPO / ".bench"
 LOOK_S = 3.0
 PR_SET_PDEATHSIG = 1
-# By what matters to bfloat16 on a CPU: Intel's tiles; the same CPUs where the host keeps them from its guests; else
-# nothing, as for AMD's with AVX512-BF16.
-KINDS_OF_CPU = {"amx_bf16": "amx", "avx512_fp16": "avx512_fp16"}
+# By what matters to bfloat16 on a CPU: Intel's tiles; the same CPUs where the host keeps them from its guests; others
+# with AVX512-BF16, as AMD's; those that compute it in float32.
+KINDS_OF_CPU = {"amx_bf16": "_amx", "avx512_fp16": "_avx512_fp16", "avx512_bf16": "", "avx2": "_avx2"}
 
 
 def about() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def on_this_cpu(name: str) -> str:
 
 def kind_of_cpu(flags: Sequence[str]) -> str:
     """The first of KINDS_OF_CPU that it has; nothing for a CPU with none of them."""
-    return next((f"_{kind}" for flag, kind in KINDS_OF_CPU.items() if flag in flags), "")
+    return next((kind for flag, kind in KINDS_OF_CPU.items() if flag in flags), "")
 
 
 def save(name: str, result: Mapping[str, Any]) -> Path:

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from bench.common import REPO, RESULTS
+from bench.common import KINDS_OF_CPU, REPO, RESULTS
 from bench.peers.install import PEERS
 
 Result = Mapping[str, Any]
@@ -550,9 +550,9 @@ def kv_fp8(result: Result) -> Figure:
 
 
 PLOTS: Mapping[str, Callable[[Result], Figure]] = {
-    **{f"arrangements{kind}": arrangements for kind in ("", "_amx", "_avx512_fp16")},
-    **{f"engine{kind}": engine for kind in ("", "_amx", "_avx512_fp16")},
-    **{f"peers{kind}": peers for kind in ("", "_amx", "_avx512_fp16")},
+    **{f"arrangements{kind}": arrangements for kind in KINDS_OF_CPU.values()},
+    **{f"engine{kind}": engine for kind in KINDS_OF_CPU.values()},
+    **{f"peers{kind}": peers for kind in KINDS_OF_CPU.values()},
     "chaos": chaos,
     "closed_loops": closed_loops,
     "e2e": e2e,

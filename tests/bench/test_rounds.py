@@ -87,7 +87,9 @@ def test_a_report_names_each_noisy_round() -> None:
     [
         ("avx512_bf16 amx_bf16 amx_tile avx512_fp16", "_amx"),
         ("avx512_bf16 avx512_fp16", "_avx512_fp16"),
-        ("avx512_bf16", ""),
+        ("avx2 avx512_bf16", ""),
+        ("avx avx2", "_avx2"),
+        ("asimd bf16", ""),
     ],
 )
 def test_results_are_named_by_the_kind_of_cpu(flags: str, kind: str) -> None:
