@@ -51,6 +51,7 @@ from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.process import set_thread_counts
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
+from engine.weights.linear import can_pack
 
 NAMES = ("kvrelay", "generate", "generate_batch")
 PREFILL_TOKENS = (128, 256, 512, 2048)
@@ -204,9 +205,10 @@ def memory_bytes_per_s() -> float:
 
 
 def matmul_flops_per_s() -> float:
-    """Of a large bfloat16 product through oneDNN's packed weights, best of a few."""
-    size = 2048
-    x, w = torch.randn(size, size).bfloat16(), torch.randn(size, size).bfloat16()
+    """Of a large product through oneDNN's packed weights, best of a few: in bfloat16, or in float32 on a CPU for which
+    oneDNN has no bfloat16, and where the engine multiplies in float32, too."""
+    size, dtype = 2048, torch.bfloat16 if can_pack(torch.bfloat16) else torch.float32
+    x, w = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     packed = torch.ops.mkldnn._reorder_linear_weight(w)
     product = torch.ops.mkldnn._linear_pointwise
 
