@@ -550,9 +550,9 @@ def kv_fp8(result: Result) -> Figure:
 
 
 PLOTS: Mapping[str, Callable[[Result], Figure]] = {
-    **{f"arrangements{kind}": arrangements for kind in KINDS_OF_CPU.values()},
+    **{f"arrangements{kind}": arrangements for kind in ("", "_amx", "_avx512_fp16")},
     **{f"engine{kind}": engine for kind in KINDS_OF_CPU.values()},
-    **{f"peers{kind}": peers for kind in KINDS_OF_CPU.values()},
+    **{f"peers{kind}": peers for kind in ("", "_amx", "_avx512_fp16")},
     "chaos": chaos,
     "closed_loops": closed_loops,
     "e2e": e2e,
