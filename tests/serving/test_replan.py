@@ -19,7 +19,15 @@ from placement.replan import play as plays
 from placement.replan.arrangements import SetRole
 from placement.replan.policy import Decision, Played, Terms
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import engine_with, random_prompt, router_with, state_of, transformers_tokens, worker_with
+from tests.serving.harness import (
+    engine_with,
+    random_prompt,
+    router_with,
+    state_of,
+    transformers_tokens,
+    until,
+    worker_with,
+)
 
 PROMPTS = [random_prompt(20 + index, seed=index) for index in range(6)]
 NEW_TOKENS = 12
@@ -71,10 +79,10 @@ async def test_what_it_decides_comes_about_and_no_stream_notices(
         entry = await asyncio.to_thread(look)
         stop.set()
         await asking
-        roles = [state_of(cluster, name) for name in ("decode-0", "decode-1", "prefill-0")]
+        wanted = {"decode-0": ("decode", "ready"), "decode-1": ("mixed", "ready"), "prefill-0": ("decode", "ready")}
+        await until(lambda: {name: state_of(cluster, name) for name in wanted} == wanted, "it has come about")
         await cluster.settled()
         cluster.check_invariants()
-    assert roles == [("decode", "ready"), ("mixed", "ready"), ("decode", "ready")]
     assert [(each.worker, each.role, each.chunk_tokens) for each in entry.changes] == list(CHANGES)
     assert [each.failure for each in entry.changes] == [""] * len(CHANGES)
     assert (entry.requests >= 18, entry.measured) == (True, 0.0)

