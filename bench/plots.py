@@ -549,10 +549,13 @@ def kv_fp8(result: Result) -> Figure:
     return figure
 
 
+PLOTS_BY_CPU: Mapping[str, Callable[[Result], Figure]] = {
+    "arrangements": arrangements,
+    "engine": engine,
+    "peers": peers,
+}
 PLOTS: Mapping[str, Callable[[Result], Figure]] = {
-    **{f"arrangements{kind}": arrangements for kind in ("", "_amx", "_avx512_fp16")},
-    **{f"engine{kind}": engine for kind in KINDS_OF_CPU.values()},
-    **{f"peers{kind}": peers for kind in ("", "_amx", "_avx512_fp16")},
+    **{name + kind: plot for name, plot in PLOTS_BY_CPU.items() for kind in KINDS_OF_CPU.values()},
     "chaos": chaos,
     "closed_loops": closed_loops,
     "e2e": e2e,
