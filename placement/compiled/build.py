@@ -80,7 +80,7 @@ COMPILED = (
 )
 OURS = frozenset(name.partition("/")[0] for name in COMPILED) | {"kv_transfer", "worker"}
 BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine
-FASTER = {  # a third of the time: the code is as fast as at level 3, and warnings of gcc's take as long as all the rest
+FASTER = {  # a third of gcc's time: the code is as fast as at level 3, and the warnings take as long as all the rest
     "MYPYC_OPT_LEVEL": "1",
     "MYPYC_DEBUG_LEVEL": "0",
     "CFLAGS": f"{os.environ.get('CFLAGS', '')} -w",

@@ -116,10 +116,10 @@ def simplest_first(tried: Sequence[Goodput], rate: float) -> list[Goodput]:
     """The same, the best first, but that of those as good as that the simplest kind is before it."""
     if not tried:
         return []
-    best, least = tried[0].candidate.gpus, max(rate, (1 - ALIKE) * tried[0].goodput.value)
-    alike = [each for each in tried[1:] if each.goodput.value >= least and each.candidate.gpus <= best]
-    sure = [tried[0], *(each for each in alike if not each.is_rough)]
-    chosen = min(sure, key=lambda each: SIMPLEST.index(each.candidate.kind))
+    best, least = tried[0], max(rate, (1 - ALIKE) * tried[0].goodput.value)
+    sure = [each for each in tried[1:] if not each.is_rough and each.candidate.gpus <= best.candidate.gpus]
+    alike = [best, *(each for each in sure if each.goodput.value >= least)]
+    chosen = min(alike, key=lambda each: SIMPLEST.index(each.candidate.kind))
     return [chosen, *(each for each in tried if each is not chosen)]
 
 

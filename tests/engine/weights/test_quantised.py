@@ -80,7 +80,7 @@ def test_a_checkpoint_of_compressed_tensors_is_served_as_its_library_reads_it(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
     directory, wanted = quantised(model, kind, tmp_path)
-    check_alone_is_as(wanted, directory, model)
+    check_differs_by_rounding_alone(wanted, directory, model)
     if kind == "W8A8":
         again = logits(directory, "bfloat16", quantization="int8").float()
         assert float((again - wanted).norm() / wanted.norm()) < 0.05
@@ -127,10 +127,10 @@ def check_is_read_as_by_its_library(model: Path, made: Path) -> None:
         if theirs.quantization_method == "bitsandbytes":  # of 8 bits, or of 4 on some CPUs, it rounds what goes in, too
             theirs = theirs.dequantize()
         wanted = theirs(torch.tensor([TOKENS])).logits[0].float()
-    check_alone_is_as(wanted, made, model)
+    check_differs_by_rounding_alone(wanted, made, model)
 
 
-def check_alone_is_as(wanted: torch.Tensor, made: Path, model: Path) -> None:
+def check_differs_by_rounding_alone(wanted: torch.Tensor, made: Path, model: Path) -> None:
     error, distance = (float((logits(each) - wanted).norm() / wanted.norm()) for each in (made, model))
     assert error < 0.001 < distance, "of rounding alone; the weights before they were quantised are further off"
 

@@ -185,15 +185,15 @@ def test_what_long_runs_show_to_miss_the_rate_is_not_bought() -> None:
 @pytest.mark.parametrize(
     ("values", "rough", "rate", "chosen"),
     [
-        ((9.0, 8.95, 8.92), "", None, "one pool"),
-        ((9.0, 8.95, 8.80), "", None, "two pools"),
-        ((9.0, 8.80, 8.80), "", None, "hybrid"),
-        ((9.0, 8.95, 8.92), "one pool", None, "two pools"),  # a quick look, and nothing more
+        ((9.0, 8.95, 8.92), "", 0.0, "one pool"),
+        ((9.0, 8.95, 8.80), "", 0.0, "two pools"),
+        ((9.0, 8.80, 8.80), "", 0.0, "hybrid"),
+        ((9.0, 8.95, 8.92), "one pool", 0.0, "two pools"),  # a quick look, and nothing more
         ((9.0, 8.95, 8.92), "", 8.93, "two pools"),  # the other misses the rate
     ],
 )
 def test_of_what_is_as_good_the_simplest_kind_is_chosen(
-    values: tuple[float, ...], rough: str, rate: float | None, chosen: str
+    values: tuple[float, ...], rough: str, rate: float, chosen: str
 ) -> None:
     candidates = (
         Candidate(pools=(pool("prefill", 1, 1), pool("mixed", 1, 1))),
@@ -211,7 +211,7 @@ def test_of_what_is_as_good_the_simplest_kind_is_chosen(
         )
         for candidate, value in zip(candidates, values, strict=True)
     ]
-    found = simplest_first(tried, rate or 0.0)
+    found = simplest_first(tried, rate)
     assert found[0].candidate.kind == chosen
     assert sorted(each.goodput.value for each in found) == sorted(values)
 
