@@ -1,7 +1,7 @@
 """Endings notes how each call of Generate's ended: counted by code, and where asked for in one line of the log.
 
-A line has what whoever is on call asks first: who, which code and why, how many tokens, where the time went, over which
-workers, in how many attempts. No text and no token of the request is in it.
+A line has what whoever is on call asks first: who, for which model, which code and why, how many tokens, where the time
+went, over which workers, in how many attempts. No text and no token of the request is in it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from cluster.front.models.catalog import Served
 from cluster.router.live.requests import RequestFailed, Submission
 from cluster.router.monitoring.metrics import RouterMetrics
 from engine.types import InvalidRequest
@@ -27,19 +28,20 @@ class Ending:
     def __init__(self) -> None:
         self.submission: Submission | None = None  # None: refused before there was one
         self.num_tokens = 0  # that were made into messages
-        self.metrics: RouterMetrics | None = None  # of the model that it asks for; None: not known yet
+        self.model = ""  # that it asks for by name, or the cluster's own; empty: not known yet, as is
+        self.served: Served | None = None  # who serves that
         self.release: Callable[[], None] = _nothing  # of what it has of its caller's allowance
-        self._held_in: set[object] = set()
         self.code = "OK"
         self.reason = ""
 
-    def hold(self, calls: set[object]) -> None:
-        """It is one of these until it ends."""
-        self._held_in = calls
-        calls.add(self)
+    def ask(self, served: Served, name: str) -> None:
+        """It is one of that model's calls until it ends. `name`: the model's or an adapter's, or empty."""
+        self.served, self.model = served, name or served.name
+        served.calls.add(self)
 
     def end(self) -> None:
-        self._held_in.discard(self)
+        if self.served is not None:
+            self.served.calls.discard(self)
         self.release()
 
 
@@ -72,7 +74,8 @@ class Endings:
             raise
         finally:
             ending.end()
-            (ending.metrics or self._metrics).on_ended(ending.code)
+            metrics = self._metrics if ending.served is None else ending.served.router.metrics
+            metrics.on_ended(ending.code)
             if self.log_requests != "off":
                 self._log(described(ending, CALLER.get()))
 
@@ -85,7 +88,13 @@ class Endings:
 
 def described(ending: Ending, caller: str) -> dict[str, Any]:
     """Plain values. With several choices, time and workers are the first one's."""
-    line: dict[str, Any] = {"request_id": "", "client": caller, "code": ending.code, "reason": ending.reason}
+    line: dict[str, Any] = {
+        "request_id": "",
+        "client": caller,
+        "model": ending.model,
+        "code": ending.code,
+        "reason": ending.reason,
+    }
     if ending.submission is None:
         return line
     first = ending.submission.choices[0]

@@ -95,8 +95,8 @@ class Generation:
         special tokens whose text is part of the answer's.
         """
         served = self.open_model(request.model)
-        router, ending.metrics = served.router, served.router.metrics
-        ending.hold(served.calls)
+        router = served.router
+        ending.ask(served, request.model)
         checked = await self._check(request, served, call, ending)
         del request
         call.set_trailing_metadata((("kvrelay-request-id", checked.new.id),))

@@ -416,11 +416,11 @@ async def test_each_request_leaves_one_line_where_that_is_asked_for(caplog: pyte
         await refusal(h.generate.GenerateOnce(request([])))
     lines = [json.loads(record.message) for record in caplog.records if record.name == "kvrelay.requests"]
     whole, refused = lines
-    assert (whole["request_id"], whole["code"], whole["client"]) == ("mine", "OK", "")
+    assert (whole["request_id"], whole["code"], whole["client"], whole["model"]) == ("mine", "OK", "", "fake")
     assert (whole["prompt_tokens"], whole["completion_tokens"], whole["attempts"]) == (1, 16, 2)
     assert (whole["prefill_worker"], whole["decode_worker"]) == ("prefill-0", "decode-0")
     assert sum(whole["phases_s"].values()) == pytest.approx(whole["e2e_s"], abs=1e-4)
-    assert refused["code"] == "INVALID_ARGUMENT"
+    assert (refused["code"], refused["model"]) == ("INVALID_ARGUMENT", "fake")
     assert refused["reason"].startswith("the prompt is empty")
 
 
