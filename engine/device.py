@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from engine.build_cache import NoCacheFolder, cache_folder
 from engine.errors import raise_if_broken
 from engine.options import check_device_name
 
@@ -69,7 +71,7 @@ def why_no_flashinfer(device: torch.device) -> str:
     """Why FlashInfer's kernels cannot run there; empty when they can."""
     if device.type != "cuda":
         return f"FlashInfer runs on CUDA GPUs, and the device is {device}"
-    if importlib.util.find_spec("flashinfer") is None:
+    if find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed; install kvrelay[gpu]"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than Ampere, which FlashInfer's kernels need"
@@ -106,11 +108,19 @@ def nvcc() -> str | None:
 
 
 def _has_prebuilt() -> bool:
-    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+    if find_spec("flashinfer_jit_cache") is not None:
         return True
-    spec = importlib.util.find_spec("flashinfer")
+    spec = find_spec("flashinfer")
     packages = list(spec.submodule_search_locations or ()) if spec is not None else []
     folders = [Path(package) / AOT_FOLDER for package in packages]
     if named := os.environ.get(AOT_SETTING):
         folders.append(Path(named))
-    return any(any(folder.glob("*/*.so")) for folder in folders)
+    return any(any(folder.glob("*/*.so")) for folder in [*folders, *_built_before()])
+
+
+def _built_before() -> list[Path]:
+    """Folders of modules that a load on this machine has built for this version, while there was a compiler."""
+    try:
+        return list((cache_folder() / "flashinfer").glob(f"{version('flashinfer-python')}-*"))
+    except (NoCacheFolder, PackageNotFoundError):
+        return []

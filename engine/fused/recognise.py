@@ -12,7 +12,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,8 +87,7 @@ def _mlp(module: nn.Module, kernels: Kernels) -> Mlp | None:
     mlp = Mlp(kernels, _joined(kernels, (gate, up)), _joined(kernels, (down,)))
     if wanted is None or (mlp(x) - wanted).float().norm() > MLP_CLOSE[x.dtype] * wanted.float().norm():
         return None
-    for name in names:
-        delattr(module, name)
+    _give_up(module, names)
     return mlp
 
 
@@ -119,9 +118,16 @@ def _attention(
         layer=layer_of[id(module)],
         scaling=float(module.scaling),  # type: ignore[arg-type]
     )
-    for name in names:
-        delattr(module, name)
+    _give_up(module, names)
     return attention
+
+
+def _give_up(module: nn.Module, names: Sequence[str]) -> None:
+    """Their weights at once, whoever still has the modules: the next product's take their place in memory."""
+    for name in names:
+        linear = getattr(module, name)
+        linear.weight = linear.bias = None
+        delattr(module, name)
 
 
 def _are_alike(norms: list[Any], dim: int) -> bool:

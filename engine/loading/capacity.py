@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,6 +13,8 @@ from engine.pages.layout import PAGE_SIZE, kv_and_state_bytes
 
 DEFAULT_KV_BYTES = 1 << 30
 MOST_PAGE_SIZE = 1024  # tokens
+WRAPPER_BYTES = 8 << 20  # that FlashInfer's wrapper of a shape keeps on the GPU, in each graph
+SMALLER_BYTES = 1 << 29  # of all graphs: their nodes, products' workspaces, the activations that they share
 
 
 def page_dtype(options: EngineOptions, probe: Probe) -> torch.dtype:
@@ -54,6 +56,11 @@ def kv_budget(*, total_bytes: int, used_bytes: int, peak_bytes: int, utilization
             "or kv_bytes"
         )
     return budget
+
+
+def graph_bytes(sizes: Sequence[int], logits_row_bytes: int, num_shapes: int) -> int:
+    """What graphs of steps of so many rows keep: each its own logits, and a wrapper for each shape of attention."""
+    return SMALLER_BYTES + sum(sizes) * logits_row_bytes + len(sizes) * num_shapes * WRAPPER_BYTES
 
 
 def checked_free(budget_bytes: int, *, free_bytes: int, utilization: float) -> int:

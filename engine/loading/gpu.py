@@ -26,7 +26,7 @@ from engine.gpu.graphs import DecodeGraphs, cuda_capture, sizes_up_to
 from engine.gpu.products import with_faster_products
 from engine.gpu.staging import Uploader, on_device
 from engine.gpu.steps import GpuSteps
-from engine.loading.capacity import checked_free, kv_budget, page_dtype, page_size
+from engine.loading.capacity import checked_free, graph_bytes, kv_budget, page_dtype, page_size
 from engine.loading.platform import OWN_PAGES
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 PROFILE_TOKENS = 8192  # of the step whose memory is measured
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, for each process; torch does not count it
 WORKSPACES_BYTES = 1 << 30  # FlashInfer's
-GRAPH_BYTES = 1 << 30  # captured graphs and what their wrappers keep
 
 
 class GpuPlatform:
@@ -98,7 +97,11 @@ class GpuPlatform:
             logits_1V, forward_bytes = self._measured(lambda: model.forward(scratch, [chunk], [tokens - 1]))
         rows = options.max_graph_batch
         _, draw_bytes = self._measured(lambda: self._drawn(logits_1V.repeat(rows, 1)))
-        return max(forward_bytes, draw_bytes)  # one is over when the other begins
+        peak_bytes = max(forward_bytes, draw_bytes)  # one is over when the other begins
+        if not options.cuda_graphs:
+            return peak_bytes
+        shapes = shapes_of(model.probe, model.page_size, page_dtype(options, model.probe))
+        return peak_bytes + graph_bytes(sizes_up_to(rows), logits_1V.nbytes, len(shapes))
 
     def _measured(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
         """What it makes, and the bytes that it took at its peak beyond what stood there before."""
@@ -122,7 +125,7 @@ class GpuPlatform:
             used_bytes=torch.cuda.memory_reserved(self.device) + CONTEXT_BYTES,
             peak_bytes=peak_bytes,
             utilization=options.gpu_memory_utilization,
-            reserve_bytes=WORKSPACES_BYTES + (GRAPH_BYTES if options.cuda_graphs else 0),
+            reserve_bytes=WORKSPACES_BYTES,
         )
         budget = checked_free(budget, free_bytes=free, utilization=options.gpu_memory_utilization)
         return budget - OWN_PAGES * page_bytes

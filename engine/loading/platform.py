@@ -29,7 +29,7 @@ class Platform(Protocol):
     def peak_bytes(
         self, model: PagedModel, options: EngineOptions, info: ModelInfo, scales: tuple[KvScale, ...] | None
     ) -> int:
-        """What a large step needs of the device's memory beyond what stands there before it."""
+        """What a large step needs of the device's memory beyond what stands there before it, and graphs keep."""
 
     def default_kv_bytes(self, options: EngineOptions, peak_bytes: int, page_bytes: int) -> int:
         """Of pages for requests, where the options name neither pages nor bytes. Raises ValueError."""

@@ -25,6 +25,7 @@ from bench.gpu.idle import Stretch, idle_of, steps_of
 from cluster.spec.load import load_spec
 from cluster.spec.resolve import Machine, resolve, workers_of
 from engine.engine import Engine
+from engine.gpu.graphs import sizes_up_to
 from engine.loading import capacity
 from engine.options import EngineOptions
 from kvrelay.client.types import Completion, Receipt
@@ -240,6 +241,13 @@ def test_two_workers_on_one_gpu_each_take_their_own_share() -> None:
 def test_a_share_that_others_have_taken_is_told() -> None:
     with pytest.raises(ValueError, match=r"utilization is 0\.6, which leaves 64\.0 GiB .* only 10\.0 GiB .* are free"):
         capacity.checked_free(64 << 30, free_bytes=10 << 30, utilization=0.6)
+
+
+def test_the_graphs_of_many_rows_are_left_more() -> None:
+    row_bytes = 2 * 128_256  # of logits, in bfloat16
+    small, large = (capacity.graph_bytes(sizes_up_to(rows), row_bytes, 1) / (1 << 30) for rows in (128, 512))
+    assert small < 1.0
+    assert 4.9 < large < 5.1
 
 
 # The extras

@@ -3,8 +3,8 @@
     candidates  -> those whose module is there and whose answers are right (trial.py)
                 -> the fastest of them: for prompts, and for decode steps of several sizes (timing.py)
 
-The memory of it is one JSON file in the cache folder, by GPU, library version, shape and the sizes that were measured:
-a worker's second start reads it.
+The memory of it is one JSON file in the cache folder, by GPU, library version, shape, the sizes that were measured and
+the kernels whose modules could not be had: a worker's second start reads it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ class _Trials:
         device, library = self._backend.flashinfer.device, self._backend.flashinfer.module
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         up_to = " ".join(f"{name} {value}" for name, value in asdict(self._limits).items())
-        return f"{gpu}; {getattr(library, '__version__', '?')}; {_text(shape)}; {up_to}"
+        names = prefill_candidates(shape, self._capability) + decode_candidates(shape, self._capability)
+        lacking = [name for name in names if module_of(shape, name) in self._failed]
+        without = f"; without {' '.join(lacking)}" if lacking else ""
+        return f"{gpu}; {getattr(library, '__version__', '?')}; {_text(shape)}; {up_to}{without}"
 
     def choose(self, shape: Shape) -> KernelChoice:
         prefill = self._prefill(shape)

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.loading import gpu
+from engine.loading.capacity import graph_bytes
 from engine.loading.gpu import GpuPlatform
 from engine.options import EngineOptions
 from engine.sampling import device
@@ -103,7 +104,10 @@ def test_the_budget_holds_the_larger_of_a_step_and_of_its_draw(
         return draw(logits, plan, placed)
 
     monkeypatch.setattr(gpu, "draw", spy)
-    options = EngineOptions(model="", max_graph_batch=7)
+    platform, graphs = GpuPlatform(torch.device("cpu")), 0
+    options = EngineOptions(model="", max_graph_batch=7, cuda_graphs=bool(forward > drawing))
+    if options.cuda_graphs:
+        graphs = graph_bytes((1, 2, 4, 7), engine.info.vocab_size * engine.model.probe.kv_dtype.itemsize, 1)
     with torch.inference_mode():
-        assert GpuPlatform(torch.device("cpu")).peak_bytes(engine.model, options, engine.info, None) == 300
+        assert platform.peak_bytes(engine.model, options, engine.info, None) == 300 + graphs
     assert drawn == [(7, engine.info.vocab_size)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import shutil
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,20 @@ def test_ninja_beside_a_python_that_was_not_activated_is_found(
 def test_flashinfer_on_a_cpu_is_refused_in_a_sentence() -> None:
     with pytest.raises(ValueError, match="attention is 'flashinfer', but FlashInfer runs on CUDA GPUs"):
         make_backend("flashinfer", BF16)
+
+
+def test_modules_that_were_built_here_before_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    installed = {"flashinfer": ModuleSpec("flashinfer", None)}
+    monkeypatch.setattr(device, "find_spec", installed.get)
+    monkeypatch.setattr(device, "nvcc", lambda: None)
+    monkeypatch.setattr(device, "version", lambda _: "0.6.14")
+    monkeypatch.setattr(device, "ninja_is_found", lambda: False)
+    gpu = torch.device("cuda", 0)
+    other = tmp_path / "kvrelay" / "flashinfer" / "0.6.13-9.0a" / "page" / "page.so"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    assert "there is none on PATH" in device.why_no_flashinfer(gpu)
+    other.parents[1].rename(other.parents[2] / "0.6.14-9.0a")
+    assert not device.why_no_flashinfer(gpu)

@@ -239,6 +239,15 @@ def test_a_kernel_whose_module_cannot_be_had_is_left_out_with_the_compiler_s_wor
     assert (chosen.prefill, chosen.decode) == ("fa3", "xqa")
 
 
+def test_what_was_chosen_without_some_modules_is_not_what_is_chosen_with_all() -> None:
+    def key(*lacking: str) -> str:
+        failed = {module_of(SHAPE, name): "no nvcc" for name in lacking}
+        return flashinfer_choice._Trials(BACKEND, (9, 0), SMALL, Stopwatch.on(CPU), failed).key(SHAPE)
+
+    assert len({key(), key("fa3"), key("fa2"), key("fa2", "xqa")}) == 4
+    assert key("fa2").endswith("; without fa2 tensor"), "the same module serves both"
+
+
 def test_a_module_that_every_model_needs_is_an_error() -> None:
     flashinfer_choice.check_common({})
     with pytest.raises(RuntimeError, match=r"every model needs cannot be had: gen_norm_module: no cublasLt\.h"):
