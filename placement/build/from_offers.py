@@ -164,7 +164,8 @@ def phase_alone(role: Literal["prefill", "decode"], offer: Offer) -> SimCluster:
         "decode": DecodeOptions(max_batch_size=1 << 20),
     }
     worker = sim_worker(role, role, offer, _policy(pool_of(role, offer, 1, "")))
-    return SimCluster(workers=(worker, sim_worker(other, other, nothing, policies[other])), router=SIZED_FOR_BURSTS)
+    beside = sim_worker(other, other, nothing, policies[other], prefix_cache=False)  # its pages are a number only
+    return SimCluster(workers=(worker, beside), router=SIZED_FOR_BURSTS)
 
 
 def first_tokens_of(workload: Workload) -> Workload:

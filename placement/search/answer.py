@@ -15,7 +15,7 @@ from placement.plan import Goodput, Interval, Plan, Pool, RatePoint
 from placement.search.advice import Findings, advise
 from placement.search.clusters import JOINT
 from placement.search.infeasible import no_room
-from placement.search.placements import Placement, goodput_problem, system_of
+from placement.search.placements import Placement, goodput_problem, system_of, with_candidate
 from placement.search.problem import PhaseRole, PlanSearch, WorkerGoodput
 from placement.search.sizing import EstimateJob, binding_pool, estimate_job, with_more
 from placement.search.what_if import swings_of, what_if
@@ -156,7 +156,7 @@ class PlanAnswer:
         if placement.copies > 1:
             return binding, as_it_is
         roles: tuple[PhaseRole, ...] = ("prefill", "decode")
-        variants = [replace(placement, candidate=with_more(placement, candidate, index)) for index in (0, 1)]
+        variants = [with_candidate(placement, with_more(placement, candidate, index)) for index in (0, 1)]
         estimates = self._estimates([(variant, knee.point.rate) for variant in variants], BINDS)
         relief = {role: at.point.attainment.value for role, at in zip(roles, estimates, strict=True)}
         if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":

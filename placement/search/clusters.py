@@ -69,7 +69,7 @@ def _climbed(
     for _ in range(MOST_MOVES if clusters else 0):
         best = max(found, key=lambda cluster: search.score(cluster.goodput))
         done = {cluster.placement.candidate for cluster in found}
-        moved = [replace(best.placement, candidate=each) for each in next_to(best) if each not in done]
+        moved = [with_candidate(best.placement, each) for each in next_to(best) if each not in done]
         if not moved:
             break
         found += _looked_at(search, moved, what)
@@ -102,7 +102,7 @@ def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[P
         if placement.copies == 1 and cluster.goodput.goodput.value:
             best.setdefault(tuple(pool.degrees for pool in placement.candidate.pools), placement)
     return [
-        replace(placement, candidate=candidate)
+        with_candidate(placement, candidate)
         for placement in list(best.values())[:HYBRIDS_OF]
         for candidate in hybrids_of(placement.candidate)
     ]
@@ -184,7 +184,7 @@ def _headrooms(search: PlanSearch, placements: Sequence[Placement], rate: float)
 def simulate_guessing(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> Clusters:
     """The best of each kind again, its workers guessing ahead; for a rate with as many of them, or with fewer."""
     guessing = [
-        replace(cluster.placement, candidate=candidate, promised=cluster.goodput.goodput.value)
+        replace(with_candidate(cluster.placement, candidate), promised=cluster.goodput.goodput.value)
         for cluster in _best_of_each_kind(search, clusters)
         if (candidate := guessing_ahead(cluster.placement.candidate, search.problem.offer_of)) is not None
     ]

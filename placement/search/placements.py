@@ -31,18 +31,26 @@ from placement.simulator.systems import System
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """A whole cluster to simulate. `promised`: requests/s, from its workers alone. `copies`: so many clusters of one
-    pair each, among which requests go by chance, as Algorithm 2 has it."""
+    pair each, among which requests go by chance, as Algorithm 2 has it. `is_paired`: a pair's stages stand side by side
+    in the nodes."""
 
     candidate: Candidate
     promised: float
-    within_node: bool
+    gpus_per_node: int
     copies: int = 1
+    is_paired: bool = False
+
+    @property
+    def within_node(self) -> bool:
+        """KV leaves over the fast link only."""
+        return self.is_paired or self.candidate.gpus <= self.gpus_per_node
 
 
 def with_candidate(placement: Placement, candidate: Candidate) -> Placement:
     """The same kind of placement of another candidate."""
     copies = candidate.pools[0].replicas if placement.copies > 1 else 1
-    return replace(placement, candidate=candidate, copies=copies)
+    is_paired = placement.is_paired and all(pool.replicas == copies for pool in candidate.pools)
+    return replace(placement, candidate=candidate, copies=copies, is_paired=is_paired)
 
 
 def system_of(placement: Placement, offer_of: OfferOf, slo: Slo) -> System:
@@ -126,12 +134,12 @@ def _pair_placement(
     problem: PlacementProblem, prefill: tuple[WorkerGoodput, int], decode: tuple[WorkerGoodput, int], promised: float
 ) -> Placement:
     candidate = pair_of((prefill[0].offer, prefill[1]), (decode[0].offer, decode[1]), problem.hardware)
-    return Placement(
-        candidate=candidate, promised=promised, within_node=candidate.gpus <= problem.catalog.gpus_per_node
-    )
+    return Placement(candidate=candidate, promised=promised, gpus_per_node=problem.catalog.gpus_per_node)
 
 
-def colocated_placements(alone: Sequence[WorkerGoodput], count_of: Callable[[WorkerGoodput], int]) -> list[Placement]:
+def colocated_placements(
+    problem: PlacementProblem, alone: Sequence[WorkerGoodput], count_of: Callable[[WorkerGoodput], int]
+) -> list[Placement]:
     """Whole colocated clusters; `count_of` says how many workers of each."""
     placements = []
     for worker in alone:
@@ -139,7 +147,8 @@ def colocated_placements(alone: Sequence[WorkerGoodput], count_of: Callable[[Wor
         if count and worker.unit is not None:
             pool = replace(worker.unit.pools[0], replicas=count)
             candidate = replace(worker.unit, pools=(pool,))
-            placements.append(Placement(candidate=candidate, promised=count * worker.goodput.value, within_node=True))
+            promised, gpus_per_node = count * worker.goodput.value, problem.catalog.gpus_per_node
+            placements.append(Placement(candidate=candidate, promised=promised, gpus_per_node=gpus_per_node))
     return placements
 
 
@@ -174,12 +183,12 @@ def find_pairs(
     while placements and placements[0].promised / placements[0].candidate.gpus >= max(best, 1e-12):
         now, placements = placements[:ROUND], placements[ROUND:]
         searches = [
-            goodput_problem(problem, replace(placement, within_node=True), effort=SCREENING, precision=0.04)
+            goodput_problem(problem, replace(placement, is_paired=True), effort=SCREENING, precision=0.04)
             for placement in now
         ]
         for placement, result in zip(now, runner.map(find_goodput, searches, "pairs within nodes"), strict=True):
             log.count(result)
-            kept = replace(placement, promised=result.goodput.value, within_node=True)
+            kept = replace(placement, promised=result.goodput.value, is_paired=True)
             pairs.append((kept, result))
             best = max(best, result.goodput.value / placement.candidate.gpus)
     pairs = [(placement, result) for placement, result in pairs if placement.promised]

@@ -193,7 +193,9 @@ def _promising(question: PlanQuestion, placements: Sequence[Placement]) -> list[
 
 
 def _colocated(search: PlanSearch, workers: Sequence[WorkerGoodput]) -> list[Placement]:
-    placements = colocated_placements(workers, lambda worker: _count(search, worker.goodput.value, worker.gpus))
+    placements = colocated_placements(
+        search.problem, workers, lambda worker: _count(search, worker.goodput.value, worker.gpus)
+    )
     if search.question.rate:
         placements.sort(key=lambda placement: placement.candidate.gpus)
     else:

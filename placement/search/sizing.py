@@ -5,7 +5,7 @@ late.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from placement.catalogs.base import Degrees, Offer
@@ -48,30 +48,29 @@ def estimate_job(job: EstimateJob) -> Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingJob:
-    """`offers` of the placement's pools, in their order. `may_grow`: more workers than it has are tried, too."""
+    """`offers`: by degrees of its pools, and by whether KV stays within a node. `may_grow`: more workers than it has
+    are tried, too."""
 
     placement: Placement
-    offers: tuple[Offer, ...]
+    offers: Mapping[tuple[Degrees, bool], Offer]
     rate: float
     traffic: Traffic
     targets: Targets
     effort: Effort
     seed: int
-    gpus_per_node: int
     may_grow: bool = True
 
 
 def sizing_job(problem: PlacementProblem, placement: Placement, rate: float, effort: Effort) -> SizingJob:
-    pools = placement.candidate.pools
+    kinds = [(pool.degrees, is_near) for pool in placement.candidate.pools for is_near in (True, False)]
     return SizingJob(
         placement=placement,
-        offers=tuple(problem.offer_of(pool.degrees, placement.within_node) for pool in pools),
+        offers={kind: problem.offer_of(*kind) for kind in kinds},
         rate=rate,
         traffic=problem.traffic,
         targets=problem.targets,
         effort=effort,
         seed=problem.seed,
-        gpus_per_node=problem.catalog.gpus_per_node,
     )
 
 
@@ -98,10 +97,8 @@ def binding_pool(point: RatePoint, missed_ttft: float, missed_tpot: float) -> Po
 
 
 def size_for_rate(job: SizingJob) -> SizedPlacement:
-    offers = dict(zip((pool.degrees for pool in job.placement.candidate.pools), job.offers, strict=True))
-
     def offer_of(degrees: Degrees, within_node: bool) -> Offer:
-        return offers[degrees]
+        return job.offers[degrees, within_node]
 
     log = [0, 0.0]
 

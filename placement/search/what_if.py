@@ -161,6 +161,4 @@ def _on_twice(search: PlanSearch, placements: Sequence[Placement], rate: float) 
 def _twice(search: PlanSearch, placement: Placement, rate: float) -> SizingJob:
     pools = tuple(replace(pool, replicas=2 * pool.replicas) for pool in placement.candidate.pools)
     twice = with_candidate(placement, replace(placement.candidate, pools=pools))
-    is_near = twice.candidate.gpus <= search.problem.catalog.gpus_per_node
-    twice = replace(twice, promised=rate, within_node=placement.within_node and is_near)
-    return sizing_job(search.problem, twice, rate, LOOK)
+    return sizing_job(search.problem, replace(twice, promised=rate), rate, LOOK)

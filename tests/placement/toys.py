@@ -59,6 +59,7 @@ class ToyCatalog:
     latency: dict[str, float] = field(default_factory=dict)
     num_pages: int = 10_000
     gpus_per_node: int = 8
+    far_s: float = 0.0  # that KV takes between nodes
     largest: int = 4
     model: str = "toy"
     hardware: str = "bench"
@@ -70,7 +71,8 @@ class ToyCatalog:
     def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
         if degrees.tp > self.largest:
             return f"TP {degrees.tp}: the toy has {self.largest} heads; give a TP that divides them"
-        return toy_offer(degrees.tp, degrees.pp, num_pages=self.num_pages, error=self.error, **self.latency)
+        latency = self.latency if within_node else self.latency | {"link_s": self.far_s}
+        return toy_offer(degrees.tp, degrees.pp, num_pages=self.num_pages, error=self.error, **latency)
 
 
 def alike(count: int = 400, output: int = OUTPUT) -> Workload:

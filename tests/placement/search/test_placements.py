@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from placement.build.from_offers import mixed_of, offers_of
+from placement.build.from_offers import first_tokens_of, mixed_of, offers_of, pair_of, phase_alone
 from placement.catalogs.base import Degrees, PlanError
 from placement.goodput.runner import open_runner
 from placement.goodput.targets import Targets
@@ -24,6 +24,8 @@ from placement.search.placements import (
 )
 from placement.search.problem import PlacementProblem, SearchLog, WorkerGoodput
 from placement.search.screening import SCREENING, chunk_sizes, screen_colocated, screen_phase, usable_offers
+from placement.search.sizing import size_for_rate, sizing_job
+from placement.simulator.simulate import simulate
 from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic
 from tests.placement.toys import ToyCatalog, alike, toy_offer
@@ -48,7 +50,7 @@ def test_a_router_is_told_the_loosest_targets_of_the_classes() -> None:
     classes = tuple(RequestClass(name=f"{s}", share=1, slo=Slo(ttft_s=s, tpot_s=s / 10)) for s in (0.3, 2.0))
     own = replace(problem(), targets=Targets(slo=Slo(), classes=classes))
     candidate = mixed_of(toy_offer(1), 2, "toy", 128)
-    placement = Placement(candidate=candidate, promised=1.0, within_node=True)
+    placement = Placement(candidate=candidate, promised=1.0, gpus_per_node=8)
     system = goodput_problem(own, placement, effort=SCREENING).system
     assert isinstance(system, LiveSystem)
     router = system.cluster.router
@@ -117,11 +119,44 @@ def test_algorithm_2_pairs_workers_that_share_a_node() -> None:
     assert 0 < pairs[0][0].promised < 10
 
 
+def test_whatever_a_placement_becomes_its_kv_takes_the_links_that_there_are() -> None:
+    one = mixed_of(toy_offer(1), 2, "toy", 128)
+    placement = Placement(candidate=one, promised=1.0, gpus_per_node=2)
+    more = with_candidate(placement, mixed_of(toy_offer(1), 3, "toy", 128))
+    assert (placement.within_node, more.within_node) == (True, False)
+    pair = pair_of((toy_offer(2), 1), (toy_offer(1), 1), "toy")
+    paired = Placement(candidate=pair, promised=1.0, gpus_per_node=2, is_paired=True)
+    assert paired.within_node, "its stages stand side by side"
+    assert with_candidate(paired, pair).within_node
+    grown = pair_of((toy_offer(2), 2), (toy_offer(1), 1), "toy")
+    assert not with_candidate(paired, grown).within_node
+    both = pair_of((toy_offer(2), 3), (toy_offer(1), 3), "toy")
+    assert with_candidate(replace(paired, copies=2), both).copies == 3
+    assert with_candidate(replace(paired, copies=2), both).within_node
+
+
+def test_what_is_sized_for_a_rate_hands_over_by_the_slow_link_once_it_outgrows_a_node() -> None:
+    catalog = ToyCatalog(gpus_per_node=2, far_s=5.0)
+    small = problem(catalog, slo=Slo(ttft_s=1.0, tpot_s=0.2))
+    (placement, *_) = placements_for_rate(small, [worker(1, 9.0)], [worker(1, 9.0)], rate=8)
+    assert placement.within_node
+    few, many = (size_for_rate(sizing_job(small, placement, rate, SCREENING)) for rate in (4.0, 25.0))
+    assert few.keeps_slo
+    assert not many.keeps_slo, "three workers are on two nodes, where a prompt's KV takes 5 s"
+
+
+def test_prompts_that_share_prefixes_are_screened_too() -> None:
+    """The phase that is left out has room for all as a number, and not as a list of pages."""
+    shared = replace(alike(), blocks=[(index % 3, 100 + index) for index in range(len(alike()))], block_len=64)
+    cluster = phase_alone("prefill", toy_offer())
+    (beside,) = (each for each in cluster.workers if each.role == "decode")
+    assert not beside.prefix_cache
+    assert simulate(cluster, first_tokens_of(shared)).served == len(shared)
+
+
 def test_copies_of_a_pair_are_simulated_one_by_one() -> None:
     (placement, *_) = placements_for_gpus(problem(), [worker(1, 3.0)], [worker(1, 3.0)], num_gpus=8)
-    pairs = with_candidate(
-        type(placement)(candidate=placement.candidate, promised=12, within_node=True, copies=2), placement.candidate
-    )
+    pairs = with_candidate(replace(placement, copies=2), placement.candidate)
     system = system_of(pairs, problem().offer_of, SLO)
     assert pairs.copies == 4
     assert system.workers_by_pool == {"prefill": 1, "decode": 1}
@@ -136,7 +171,7 @@ def test_workers_that_do_both_are_candidates_with_small_chunks_and_with_whole_st
         found = screen_colocated(loose, runner, [toy_offer(1)], log)
     chunks = {one.unit.pools[0].chunk_tokens for one in found if one.unit}
     assert max(chunks) == toy_offer(1).max_batch_tokens
-    (placement, *_) = colocated_placements(found, lambda one: 3)
+    (placement, *_) = colocated_placements(problem(), found, lambda one: 3)
     assert placement.candidate.gpus == 3
     assert placement.promised == pytest.approx(3 * found[0].goodput.value)
 

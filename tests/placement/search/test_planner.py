@@ -221,17 +221,16 @@ def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
     reading, writing = (mixed_of(offer, count, "toy", chunks).pools[0] for count, chunks in ((2, 100), (1, 50)))
 
     def sized(rate: float) -> SizedPlacement:
-        hybrid = Placement(candidate=Candidate(pools=(reading, writing)), promised=rate, within_node=True)
+        hybrid = Placement(candidate=Candidate(pools=(reading, writing)), promised=rate, gpus_per_node=8)
         return size_for_rate(
             SizingJob(
                 placement=hybrid,
-                offers=(offer, offer),
+                offers={(offer.degrees, is_near): offer for is_near in (True, False)},
                 rate=rate,
                 traffic=Traffic(source=alike()),
                 targets=Targets(slo=Slo(ttft_s=1.0, tpot_s=1.0)),
                 effort=JOINT.times(0.05),
                 seed=0,
-                gpus_per_node=8,
                 may_grow=False,
             )
         )
