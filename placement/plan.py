@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 from placement.catalogs.base import Degrees
@@ -146,10 +146,17 @@ class Goodput:
     watts: float
     limit: str = ""  # why it is no higher, where a reason other than queueing is known
     is_rough: bool = False  # by runs so short that a queue had no time to build: most are too high by a few per cent
+    copies: int = 1  # clusters of one pair each that it is run as, each with its share of the requests
 
     @property
     def per_gpu(self) -> float:
         return self.goodput.value / self.candidate.gpus
+
+    @property
+    def one_cluster(self) -> Candidate:
+        """Of those that it is run as."""
+        pools = (replace(pool, replicas=pool.replicas // self.copies) for pool in self.candidate.pools)
+        return replace(self.candidate, pools=tuple(pools))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,11 +59,11 @@ def spec_data(
     speculative_model: str = "",
     draft_bytes_per_token: int = 0,
 ) -> dict[str, Any]:
-    """The spec as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each worker's own default.
-    `slo`: what a request wants that does not say; None: nothing. `dtype`: that was measured; empty: the model's.
-    `assumed`: by pool, cluster.spec.assumed.Assumed as plain data. `speculative_model`: of pools that guess ahead;
-    empty: prompt lookup; `draft_bytes_per_token`: of its KV."""
-    pools = placement.candidate.pools
+    """The spec of one of its clusters as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each
+    worker's own default. `slo`: what a request wants that does not say; None: nothing. `dtype`: that was measured;
+    empty: the model's. `assumed`: by pool, cluster.spec.assumed.Assumed as plain data. `speculative_model`: of
+    pools that guess ahead; empty: prompt lookup; `draft_bytes_per_token`: of its KV."""
+    pools = placement.one_cluster.pools
     page_sizes = {pool.page_size for pool in pools}
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
     labels = _labels(pools)
@@ -131,6 +131,11 @@ def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: 
             "This is the best placement with two pools."
         )
     lines.append(f"Meets {words.goal(plan)} up to {amounts.between(placement.goodput)} requests/s.")
+    if placement.copies > 1:
+        lines.append(
+            f"This is one of {placement.copies} such clusters, each with its share of the requests: start as many, "
+            "every pair in its nodes."
+        )
     kinds = dict.fromkeys((pool.role, pool.hardware) for pool in placement.candidate.pools)
     if len({hardware for _, hardware in kinds}) > 1:
         lines += [f"The {role} pool stands on {hardware}; place it with resources." for role, hardware in kinds]

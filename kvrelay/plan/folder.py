@@ -114,7 +114,7 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
         slo=slo,
         name=name,
         dtype=dtype,
-        assumed=assumed_by(request, placement.candidate),
+        assumed=assumed_by(request, placement.one_cluster),
         speculative_model=loadable_name(request.speculative_model) if request.speculative_model else "",
         draft_bytes_per_token=int(guesses.kv_bytes_per_token) if guesses is not None else 0,
     )

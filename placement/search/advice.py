@@ -17,9 +17,9 @@ OVER = 1.1  # times the goodput: where relief was tried
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """`relief`: the attainment OVER the goodput, as it is ("") and with one worker more of a role. `copies`: clusters
-    of one pair. `arrivals`: what drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any.
-    `no_room`: which requests nobody of it can hold."""
+    """`relief`: the attainment OVER the goodput, as it is ("") and with one worker more of a role. `arrivals`: what
+    drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any. `no_room`: which requests nobody
+    of it can hold."""
 
     chosen: Goodput
     tried: Sequence[Goodput]
@@ -27,7 +27,6 @@ class Findings:
     relief: Mapping[str, float]
     headroom: float
     rate: float | None
-    copies: int
     error: float
     asked_colocated: bool
     arrivals: str
@@ -42,7 +41,7 @@ def advise(findings: Findings) -> list[str]:
         f"{findings.no_room}." if findings.no_room else "",
         _on_guesses(findings),
         _on_binding(findings),
-        _on_copies(findings.copies),
+        _on_copies(findings.chosen.copies),
         _on_headroom(findings.headroom, findings.chosen.goodput) if findings.rate else "",
         _on_error(findings.error),
         _on_settling(findings.chosen),

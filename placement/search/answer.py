@@ -94,7 +94,6 @@ class PlanAnswer:
             relief=relief,
             headroom=headroom,
             rate=self.question.rate,
-            copies=self.placements[chosen.candidate].copies,
             error=self.search.error_of(chosen.candidate),
             asked_colocated=self.question.colocated,
             arrivals=self._arrivals(),

@@ -255,12 +255,13 @@ def _clusters(
     """With what their problems' searches find."""
     knees = search.done(find_goodput, problems, what)
     return [
-        SimulatedCluster(placement=placement, knee=knee, goodput=_goodput(search, placement.candidate, knee, is_rough))
+        SimulatedCluster(placement=placement, knee=knee, goodput=_goodput(search, placement, knee, is_rough))
         for placement, knee in zip(placements, knees, strict=True)
     ]
 
 
-def _goodput(search: PlanSearch, candidate: Candidate, knee: Knee, is_rough: bool) -> Goodput:
+def _goodput(search: PlanSearch, placement: Placement, knee: Knee, is_rough: bool) -> Goodput:
+    candidate = placement.candidate
     cost, error = search.problem.catalog.cost, search.error_of(candidate)
     value, (slower, faster) = knee.goodput, factors_of(error)
     return Goodput(
@@ -270,4 +271,5 @@ def _goodput(search: PlanSearch, candidate: Candidate, knee: Knee, is_rough: boo
         usd_per_hour=candidate.gpus * cost.usd_per_gpu_hour,
         watts=candidate.gpus * cost.watts_per_gpu,
         is_rough=is_rough,
+        copies=placement.copies,
     )

@@ -58,6 +58,14 @@ def test_a_plan_made_from_a_profile_is_verified_by_it(tmp_path: Path) -> None:
     assert workload.prompt_len.max() <= 500
 
 
+def test_of_clusters_of_one_pair_each_one_is_verified_at_its_share_of_the_rate(tmp_path: Path) -> None:
+    request = PlanRequest(model="llama-3.1-8b", hardware=("h100-sxm",), num_gpus=4, **WORKLOAD)
+    chosen = replace(goodput(apart((1, 2), (1, 2)), 2.5), copies=2)
+    claim = verifying.of_plan(plan_file(tmp_path, replace(one_to_two(), chosen=chosen), request), {})
+    assert [worker.name for worker in claim.cluster.workers] == ["prefill-0", "decode-0"]
+    assert claim.workload.request_rate == 1.0
+
+
 def test_what_is_simulated_is_what_is_sent() -> None:
     """Lengths and times, whatever the prompts' tokens are."""
     options = WorkloadOptions(num_prompts=40, request_rate=3.0, trace=TRACE, trace_scale=0.25, seed=3)

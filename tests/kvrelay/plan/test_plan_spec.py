@@ -104,6 +104,16 @@ def test_an_answer_is_a_spec_that_up_takes(candidate: Candidate, targets: str) -
     assert spec.targets_s == ({} if candidate.kind == "two pools" else pytest.approx(expected))
 
 
+def test_of_clusters_of_one_pair_each_the_spec_of_one_is_written() -> None:
+    request = build_request(None, {**ASKED, **REQUESTS, "ttft": "300ms"})
+    chosen = replace(goodput(apart((1, 2), (1, 2)), 9.0), copies=2)
+    plan = replace(PLAN, chosen=chosen, tried=(chosen,), slo=request.slo, asked=asked(request))
+    text, *_ = cluster_spec(plan, request)
+    assert {pool.role: pool.replicas for pool in parse_spec(yaml.safe_load(text)).pools} == {"prefill": 1, "decode": 1}
+    told = " ".join(line.lstrip("# ") for line in text.splitlines())
+    assert "This is one of 2 such clusters, each with its share of the requests" in told
+
+
 def test_of_stages_over_several_nodes_the_best_that_is_started_is_written() -> None:
     request = build_request(None, {**ASKED, **REQUESTS, "ttft": "300ms"})
     chosen = goodput(replace(PAIR, pools=(READERS, replace(WRITERS, degrees=Degrees(8, 2)))), 9.0)

@@ -111,7 +111,7 @@ def goodput(value: float, guesses: int, replicas: int = 1) -> Goodput:
     ],
 )
 def test_what_guesses_gain_or_cost_is_said(tried: Sequence[Goodput], rate: float | None, told: str) -> None:
-    findings: dict[str, Any] = {"binding": "none", "relief": {"": 0.9}, "headroom": 0.0, "copies": 1, "error": 0.0}
+    findings: dict[str, Any] = {"binding": "none", "relief": {"": 0.9}, "headroom": 0.0, "error": 0.0}
     findings |= {"chosen": tried[0], "tried": tried, "rate": rate, "asked_colocated": False, "arrivals": ""}
     assert any(sentence.startswith(told) for sentence in advise(Findings(**findings, acceptance=0.7)))
     assert not any("guesses" in sentence for sentence in advise(Findings(**findings)))
