@@ -61,9 +61,10 @@ def guesses_of(request: PlanRequest) -> Guesses | None:
 def _shape(request: PlanRequest) -> ModelShape:
     """Of the model, as it was measured where it was."""
     if not request.profile:
-        return load_shape(request.model or "")
+        return load_shape(request.model or "").as_served()
     measured = read_profile(request.profile[0]).model
-    return load_shape(request.model or str(measured.get("name"))).with_dtype(str(measured.get("dtype", "auto")))
+    shape = load_shape(request.model or str(measured.get("name"))).as_served()
+    return shape.with_dtype(str(measured.get("dtype", "auto")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,7 +166,7 @@ class RooflineCatalog:
         have = f"{degrees.gpus} {unit}{'s' if degrees.gpus > 1 else ''} of {_gb(self.machine.memory_bytes)} each"
         what = f"{self.model}, {_gb(self.shape.weight_bytes)} of weights,"
         mend = self._smallest_that_fits()
-        advice = f"give {mend} or more" if mend else "give a smaller model, a quantised one, or a GPU with more memory"
+        advice = f"give {mend} or more" if mend else "give a smaller model, or a GPU with more memory"
         if not pages:
             return f"{what} does not fit on {have} ({degrees}); {advice}"
         held = pages * self.page_size
@@ -185,8 +185,9 @@ class RooflineCatalog:
 
 
 def open_catalog(model: str | Path, hardware: str | Path, **options: object) -> RooflineCatalog:
-    """From the names or paths of a model and a hardware file; options as RooflineCatalog's. Raises PlanError."""
-    return RooflineCatalog(load_shape(model), load_hardware(hardware), **options)  # type: ignore[arg-type]
+    """From the names or paths of a model, as kvrelay serves it, and a hardware file; options as RooflineCatalog's.
+    Raises PlanError."""
+    return RooflineCatalog(load_shape(model).as_served(), load_hardware(hardware), **options)  # type: ignore[arg-type]
 
 
 def _either(values: Sequence[int]) -> str:
@@ -195,4 +196,4 @@ def _either(values: Sequence[int]) -> str:
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
+    return f"{num_bytes / 1e9:,.0f} GB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"

@@ -52,7 +52,7 @@ class ModelShape:
     dtype: str = "bfloat16"
     kv_dtype: str = ""  # empty: as dtype
     weight_bits: float = 16.0  # of the layers' matrices; embeddings and head keep dtype
-    quantisation: str = ""
+    quantisation: str = ""  # of the checkpoint: see as_served
     compute_dtype: str = "bfloat16"
 
     # sizes
@@ -149,6 +149,10 @@ class ModelShape:
         if self.num_window_layers:
             pairs += self.num_window_layers * min(_pairs(length, context), float(length * self.window))
         return 2.0 * self.heads * (self.k_dim + self.v_dim) * pairs
+
+    def as_served(self) -> ModelShape:
+        """A quantised checkpoint is served as its weights in full width (engine/weights/loader.py)."""
+        return replace(self, weight_bits=8 * self.dtype_bytes, quantisation="", compute_dtype=self.dtype)
 
     def with_dtype(self, dtype: str) -> ModelShape:
         """Served in another dtype: `auto` keeps it, and makes bfloat16 of float16."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from engine.knobs import knobs_of
 from mixed_worker.options import MixedOptions
 from placement.build import from_spec
 from placement.build.from_spec import mixed_spec, sim_cluster
-from placement.build.sources import ProfileWorkers, RooflineWorkers
+from placement.build.sources import ProfileWorkers, RooflineWorkers, shape_in
 from placement.catalogs.base import PlanError
+from placement.catalogs.guesses import guesses_by
 from placement.latency.base import decode_s
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
+from placement.latency.model_shape import ModelShape
 from placement.latency.profile import DecodePoint, Fault, MixedPoint, PoolFacts, PrefillPoint, Profile, TransferPoint
 from placement.latency.speculation import Speculation
 from placement.simulator.simulate import simulate
@@ -190,6 +194,18 @@ def test_what_is_kept_in_fewer_bits_takes_and_reads_less() -> None:
 
 
 @unit
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_a_quantised_checkpoint_is_simulated_as_it_is_served(quantization: str) -> None:
+    def served(shape: ModelShape) -> ModelShape:
+        made = spec(quantization=quantization)
+        return shape_in(made.pools[1], made, shape)
+
+    shape = load_shape("llama-3.1-8b")
+    assert served(replace(shape, weight_bits=4.25, quantisation="mxfp4")) == served(shape)
+    assert served(shape).weight_bits == {"none": 16, "int8": 8}[quantization]
+
+
+@unit
 def test_a_worker_that_cannot_be_names_its_pool() -> None:
     with pytest.raises(PlanError, match=r"pools\[0\] \(prefill\): llama-3.1-70b, 141 GB of weights, does not fit"):
         sim_cluster(spec(), roofline("h100-sxm", "llama-3.1-70b"))
@@ -240,6 +256,15 @@ def test_a_draft_model_takes_its_share_of_memory_and_has_times_of_its_own() -> N
     assert drafted.num_pages == pytest.approx(plain.num_pages / 2 - weights, abs=2)
     asked = sim_cluster(guessing("llama-3.1-8b", kv_memory="8GiB"), source).workers[1]
     assert asked.num_pages == 2**33 // (2 * 16 * shape.kv_bytes_per_token)
+
+
+@unit
+def test_a_quantised_draft_is_served_in_full_width(tmp_path: Path) -> None:
+    config = json.loads((CONFIGS / "models" / "llama-3.1-8b.json").read_text())
+    packed = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(config | packed))
+    shape = load_shape("llama-3.1-8b")
+    assert guesses_by(str(tmp_path), 4, 0.7, shape).weight_bytes(shape) == shape.weight_bytes
 
 
 @unit

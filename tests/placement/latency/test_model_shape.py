@@ -142,6 +142,14 @@ def test_quantised_weights_are_smaller_and_their_embeddings_are_not(
 
 
 @unit
+@pytest.mark.parametrize("quantised", [{"quant_method": "awq", "bits": 4, "group_size": 128}, {"quant_method": "fp8"}])
+def test_a_quantised_checkpoint_is_served_in_full_width(quantised: dict[str, Any]) -> None:
+    plain, shape = shape_of(config()), shape_of(config(quantization_config=quantised))
+    assert shape.as_served() == plain.as_served() == plain
+    assert shape.as_served().with_dtype("float32") == plain.with_dtype("float32")
+
+
+@unit
 def test_a_dtype_asked_for_changes_weights_and_kv() -> None:
     shape = load_shape("llama-3.1-8b")
     assert shape.with_dtype("float32").weight_bytes == 2 * shape.weight_bytes

@@ -213,6 +213,12 @@ def test_heads_that_cannot_be_cut_are_held_more_than_once() -> None:
             Degrees(3),
             "TP 3 does not divide the 64 heads of llama-3.1-70b; give TP 1, 2, 4 or 8",
         ),
+        (
+            "deepseek-v3",  # whose fp8 weights are served in bfloat16
+            "h200-sxm",
+            Degrees(8),
+            "deepseek-v3, 1,342 GB of weights, does not fit on 8 GPUs of 141 GB each (TP 8); give a smaller model, or",
+        ),
         ("llama-3.1-70b", "h100-sxm", Degrees(16), "TP 16 is more than the 8 GPUs of a node; give TP 8 or less"),
         ("llama-3.1-8b", "h100-sxm", Degrees(1, 33), "PP 33 is more than the 32 layers of llama-3.1-8b"),
         ("llama-3.1-8b", "h100-sxm", Degrees(0), "TP 0 x PP 1 is no worker"),
@@ -222,7 +228,7 @@ def test_heads_that_cannot_be_cut_are_held_more_than_once() -> None:
             Degrees(8),
             "does not fit on 8 GPUs of 40 GB each (TP 8); give TP 8 x PP 2 or more",
         ),
-        ("opt-175b", "cpu-generic", Degrees(1), "give a smaller model, a quantised one, or a GPU with more memory"),
+        ("opt-175b", "cpu-generic", Degrees(1), "give a smaller model, or a GPU with more memory"),
     ],
 )
 def test_what_cannot_be_had_is_one_sentence(model: str, hardware: str, degrees: Degrees, sentence: str) -> None:
