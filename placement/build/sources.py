@@ -131,6 +131,7 @@ class RooflineWorkers:
             max_batch_size=requests,
             max_sampled=requests,
             guesses=guesses_of(pool, shape, self.acceptance),
+            expert_parallel=pool.expert_parallel,
         )
 
     def _asked_pages(self, catalog: RooflineCatalog, spec: ClusterSpec, index: int, most: int) -> int:

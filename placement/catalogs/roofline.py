@@ -18,6 +18,7 @@ from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
 from placement.latency.roofline import kv_heads_per_gpu, roofline_latency
+from placement.latency.tensor_parallel import not_shared_out
 from prefill_worker.options import PrefillOptions
 
 MAX_TRIED_PP = 16
@@ -27,7 +28,8 @@ ACTIVATION_ROWS = 4  # of hidden width that are alive at once, beside the widest
 
 class RooflineCatalog:
     """`max_model_len`: a worker must hold at least one request of it (None: of one step's tokens). `max_sampled`:
-    requests for which a step draws a token (None: as many as a mixed worker's may, with prompts besides)."""
+    requests for which a step draws a token (None: as many as a mixed worker's may, with prompts besides).
+    `expert_parallel`: ranks have whole experts."""
 
     def __init__(
         self,
@@ -42,6 +44,7 @@ class RooflineCatalog:
         max_model_len: int | None = None,
         power_cap: float = 1.0,
         guesses: Guesses | None = None,
+        expert_parallel: bool = False,
     ) -> None:
         self.shape = shape
         self.machine = hardware
@@ -53,6 +56,7 @@ class RooflineCatalog:
         self.max_model_len = max_model_len
         self.power_cap = power_cap
         self.guesses = guesses
+        self.expert_parallel = expert_parallel
         hardware.cap(power_cap)
         hardware.flops_for(shape.compute_dtype)
 
@@ -73,11 +77,17 @@ class RooflineCatalog:
         return self.machine.cost(self.power_cap)
 
     def degrees(self, max_gpus: int) -> Sequence[Degrees]:
-        """TP within a node that divides the heads, PP that divides the layers; the smallest first."""
-        tps = [tp for tp in range(1, self.gpus_per_node + 1) if self.shape.heads % tp == 0]
+        """TP within a node that a worker loads, PP that divides the layers; the smallest first."""
+        tps = self._tps()
         pps = [pp for pp in range(1, self.max_pp + 1) if self.shape.num_layers % pp == 0]
         fitting = [Degrees(tp, pp) for tp in tps for pp in pps if tp * pp <= max_gpus]
         return sorted(fitting, key=lambda degrees: (degrees.gpus, degrees.pp))
+
+    def _tps(self) -> list[int]:
+        return [tp for tp in range(1, self.gpus_per_node + 1) if not self._not_shared_out(tp)]
+
+    def _not_shared_out(self, tp: int) -> str:
+        return not_shared_out(self.shape, tp, has_whole_experts=self.expert_parallel)
 
     def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
         refusal = self._refusal(degrees)
@@ -149,9 +159,8 @@ class RooflineCatalog:
         tp, pp = degrees.tp, degrees.pp
         if tp < 1 or pp < 1:
             return f"TP {tp} x PP {pp} is no worker; give 1 or more of each"
-        if self.shape.heads % tp:
-            known = [n for n in range(1, self.gpus_per_node + 1) if self.shape.heads % n == 0]
-            return f"TP {tp} does not divide the {self.shape.heads} heads of {self.model}; give TP {_either(known)}"
+        if what := self._not_shared_out(tp):
+            return f"TP {tp} does not divide the {what} of {self.model}; give TP {_either(self._tps())}"
         if tp > self.gpus_per_node:
             return (
                 f"TP {tp} is more than the {self.gpus_per_node} {self.machine.unit}s of a node; "
@@ -175,9 +184,9 @@ class RooflineCatalog:
     def _smallest_that_fits(self) -> Degrees | None:
         shape = self.shape
         for pp in range(1, min(MAX_TRIED_PP, shape.num_layers) + 1):
-            for tp in range(1, self.gpus_per_node + 1):
+            for tp in self._tps():
                 degrees = Degrees(tp, pp)
-                if shape.heads % tp or shape.num_layers % pp or self.gpus_per_node % tp:
+                if shape.num_layers % pp or self.gpus_per_node % tp:
                     continue
                 if self.num_pages(degrees) * self.page_size >= self._least_kv_tokens:
                     return degrees

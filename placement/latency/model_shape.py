@@ -41,6 +41,9 @@ class ModelShape:
     expert_params: int = 0
     shared_expert_params: int = 0
     router_params: int = 0
+    mlp_width: int = 0  # of a dense layer; of the experts where expert_width is 0
+    expert_width: int = 0
+    shared_experts: int = 0  # of expert_width each
     other_layer_params: int = 0  # norms and biases
     embedding_params: int = 0  # of tokens and positions, and what is not in a layer
     head_params: int = 0  # 0 in memory when tied: see `is_tied`
