@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrelay.plan.durations import written_duration
-from kvrelay.plan.request import CLASS_KEYS, PlanRequest
+from kvrelay.plan.request import CLASS_KEYS, PlanClass, PlanRequest
 
 
 def command_of(request: PlanRequest) -> str:
@@ -41,5 +41,7 @@ def _plain(value: object) -> str:
 
 
 def _class_flag(values: Mapping[str, Any]) -> str:
+    """The share is always said: NAME::TTFT:TPOT does not parse."""
+    values = {"share": PlanClass.model_fields["share"].default, **values}
     keys = CLASS_KEYS if "attainment" in values else CLASS_KEYS[:-1]
-    return ":".join(str(values.get(key, "")) for key in keys)
+    return ":".join(_plain(values.get(key, "")) for key in keys)

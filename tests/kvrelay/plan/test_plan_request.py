@@ -198,6 +198,16 @@ def test_the_command_of_a_request_asks_the_same() -> None:
         assert asked[-1] == made
 
 
+def test_the_command_of_a_class_of_share_1_says_its_share() -> None:
+    """Which is the default of a file's class, and none of a flag's."""
+    written = ["chat:1:250ms:20ms", "jobs:1::200ms:0.8"]
+    made = build_request(None, {**GOOD, "ttft": None, "classes": [parse_class(text) for text in written]})
+    words = shlex.split(command_of(made).replace("\\\n", " "))
+    flags = [words[i + 1] for i, word in enumerate(words) if word == "--class"]
+    assert flags == ["chat:1:250ms:20ms", "jobs:1::200ms:0.8"]
+    assert build_request(None, {**GOOD, "ttft": None, "classes": [parse_class(flag) for flag in flags]}) == made
+
+
 def test_what_a_plan_keeps_of_its_request_is_the_request() -> None:
     """Through JSON, as plan.json keeps it."""
     for path in sorted((ROOT / "configs/plans").glob("*.yaml")):
