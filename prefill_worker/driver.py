@@ -121,7 +121,7 @@ class PrefillRole:
         if is_connected and is_loaded:
             self._enqueue(request)
         else:
-            self.handoffs.spawn(self._enqueue_when_ready(request, needs_pair=needs_pair))
+            request.waiting = self.handoffs.spawn(self._enqueue_when_ready(request, needs_pair=needs_pair))
 
     def _keep(self, request: HeldPrompt) -> None:
         """Note what it keeps of its KV. Raises InvalidRequest where its model keeps all."""
@@ -149,6 +149,8 @@ class PrefillRole:
             return
         request.is_cancelled = True
         self._host.counters["cancelled"] += 1
+        if request.waiting is not None:
+            request.waiting.cancel()  # what it waits for may never come, and a change of role waits for it
         self.handoffs.spawn(self._cancel(request, cancel.reason))
 
     def on_reassign(self, reassign: pb.Reassign) -> None:

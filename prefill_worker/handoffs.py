@@ -49,6 +49,7 @@ class HeldPrompt(HeldRequest):
     stays: bool = False  # it is decoded here
     scores: list[PositionLogprobs] = field(default_factory=list)  # of its prompt, where they are wanted
     mass: PageMass | None = None  # by which it is chosen what is kept
+    waiting: asyncio.Task[None] | None = None  # for its pair, or its adapter
     is_cancelled: bool = False  # or over for another reason: nothing more is sent to the router
 
     def relayed(self, begin: int, end: int) -> tuple[int, Sequence[int]]:
@@ -88,11 +89,12 @@ class Handoffs:
         self.peers = peers
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def spawn(self, work: Coroutine[None, None, None]) -> None:
+    def spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run what waits for a handoff, beside the steps."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
+        return task
 
     async def settle(self) -> None:
         """Until all that was spawned has ended."""
@@ -182,7 +184,7 @@ class Handoffs:
         handoff.pages_ready(0, [pages[number] for number in numbers])
 
     def _reserve(
-        self, request: HeldPrompt, pair: PrefillPair, on_stalled: Callable[[str], None] | None = None
+        self, request: HeldPrompt, pair: PrefillPair, on_stalled: Callable[[str], object] | None = None
     ) -> Handoff:
         request.state.dropped_tokens = request.num_dropped * self._host.pool.page_size
         handoff = pair.reserve(request.state, on_stalled=on_stalled or partial(self._on_stalled, request))

@@ -172,6 +172,11 @@ class Worker(Generic[RoleT]):
         )
 
     def on_submit(self, link: RouterLink, submit: pb.Submit) -> None:
+        if self._change.is_settled:  # a router that has come meanwhile: the role that would take it is ending
+            why = f"{self.options.name} changes its role"
+            link.event(submit.request, pb.EVENT_KIND_FAILED, reason=why, cause=pb.FAILURE_CAUSE_ROOM)
+            link.flush()
+            return
         self.role.on_submit(link, submit)
 
     def on_begin(self, begin: pb.Begin) -> None:

@@ -155,6 +155,7 @@ class RoutedRequest:
     refused_by: frozenset[str] = frozenset()  # decode workers that it could not move to
     rests_until_s: float = 0.0  # before which it does not move
     left: str = ""  # the decode worker that it has moved from, whose last tokens may not have come yet
+    stalled_at: dict[str, int] | None = None  # by decode worker, the pages free there when it let the handoff wait
 
     def at(self, phase: str) -> str:
         """The worker that computes it."""

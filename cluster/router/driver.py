@@ -393,8 +393,8 @@ class Router:
             self.metrics.counts["stale_tokens"] += 1
             return
         if not live.has_first_token and worker == live.prefill and not live.num_beams:
-            self._on_read(live, now)
-        if live.past.deaths and worker == live.decode:
+            self._on_read(live, now)  # which has drawn this token, where the worker decodes, too
+        elif live.past.deaths and worker == live.decode:
             self._on_suspect_decoded(live)
         if (ready := live.take(index, token_id, details)) is not None:
             self._deliver(live, ready, now)

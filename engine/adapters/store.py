@@ -79,7 +79,13 @@ class Adapters:
             if loading is not None:
                 return loading
             loading = self._loading[adapter.digest] = Future()
-        threading.Thread(target=self._load, args=(adapter, loading), name="adapter", daemon=True).start()
+        thread = threading.Thread(target=self._load, args=(adapter, loading), name="adapter", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is to be had
+            with self._lock:
+                del self._loading[adapter.digest]
+            loading.set_exception(error)
         return loading
 
     def load(self, adapter: Adapter) -> AdapterWeights:

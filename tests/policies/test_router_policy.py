@@ -455,6 +455,37 @@ def test_a_stalled_request_moves_to_a_worker_that_has_pages_now() -> None:
     policy.check_invariants()
 
 
+def test_it_comes_back_to_one_that_let_it_wait_only_where_that_has_more_room_than_then() -> None:
+    """A worker keeps pages for what it has promised, which its report does not tell."""
+    policy = cluster("p0", "d0", "d1", pages=10)
+    assert assigned(policy.assign(shape("a", 60), 0.0)).decode == "d0"
+    assert policy.reassign("a", "d0", 0.0) == "d1"
+    for at, pages, there in ((1.0, 10, None), (2.0, 9, None), (3.0, 8, None)):
+        policy.on_report("d0", Report(made_s=at, available_pages=pages), at)
+        assert policy.reassign("a", "d1", at) is there
+    policy.on_worker_up(view("d2", 10), 4.0)
+    assert policy.reassign("a", "d1", 4.0) == "d2"
+    policy.on_report("d1", Report(made_s=5.0, available_pages=5), 5.0)
+    policy.check_invariants()
+
+
+def test_it_comes_back_to_one_that_has_more_room_than_when_it_waited_there() -> None:
+    policy = cluster("p0", "d0", "d1", pages=10)
+    assert assigned(policy.assign(shape("a", 60), 0.0)).decode == "d0"
+    policy.on_report("d0", Report(made_s=1.0, available_pages=3), 1.0)
+    assert policy.reassign("a", "d0", 1.0) == "d1"
+    policy.on_report("d0", Report(made_s=2.0, available_pages=10), 2.0)
+    assert policy.reassign("a", "d1", 2.0) == "d0"
+    policy.check_invariants()
+
+
+def test_what_is_read_where_it_is_decoded_waits_for_no_handoff() -> None:
+    policy = cluster("m0", "d0", pages=10)
+    placed = assigned(policy.assign(shape("a", 50), 0.0))
+    assert (placed.prefill, placed.decode) == ("m0", "m0")
+    assert policy.reassign("a", "m0", 0.0) is None
+
+
 def test_a_handoff_to_another_worker_than_named_last_is_believed() -> None:
     """The reassignment came too late: the first worker had granted pages meanwhile."""
     policy = cluster("p0", "d0", "d1")

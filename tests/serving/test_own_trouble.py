@@ -188,3 +188,39 @@ async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir, monkeypatc
         completion = await client.generate(PROMPT, **FOUR_TOKENS)
         assert len(completion.token_ids) == 4
         await client.close()
+
+
+async def test_on_mixed_workers_a_suspect_has_decoded_nothing_before_its_turn(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its prompt is read anew there, which draws a token: what ended the last worker may be still to come."""
+    model = str(model_dir("llama"))
+    cluster = LocalCluster(model, prefill=0, decode=0, mixed=2, engine=ENGINE, worker=worker_with(), router=ROUTER)
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        prompts = [random_prompt(20, seed=seed) for seed in range(6)]
+        asked = [client.generate(prompt, max_tokens=40, ignore_eos=True, timeout_s=WAIT_S) for prompt in prompts]
+        asking = [asyncio.create_task(each) for each in asked]
+        dead, other = cluster.mixed
+        await until(lambda: all(worker.role.policy.decode.num_running > 1 for worker in (dead, other)), "both decode")
+        assert cluster.server is not None
+        policy, told = cluster.server.router.policy, list[tuple[str, str]]()
+        next_turn, on_decoded = policy.next_turn, policy.on_decoded
+
+        def begins() -> str | None:
+            if (turn := next_turn()) is not None:
+                told.append(("begins", turn))
+            return turn
+
+        def decoded(request_id: str, num_tokens: int) -> bool:
+            told.append(("decoded", request_id))
+            return on_decoded(request_id, num_tokens)
+
+        monkeypatch.setattr(policy, "next_turn", begins)
+        monkeypatch.setattr(policy, "on_decoded", decoded)
+        assert dead._server is not None
+        await dead._server.stop(0)
+        assert all(len(answer.token_ids) == 40 for answer in await asyncio.gather(*asking))
+    began = [request_id for what, request_id in told if what == "begins"]
+    assert began
+    for request_id in began:
+        assert told.index(("begins", request_id)) < told.index(("decoded", request_id))

@@ -38,9 +38,9 @@ def expected(model_dir: ModelDir) -> list[list[int]]:
     return transformers_tokens(model_dir("llama"), PROMPTS, NEW_TOKENS)
 
 
-def _cluster(directory: Path, record: str = "", **roles: Any) -> LocalCluster:
+def _cluster(directory: Path, record: str = "", max_backlog_tokens: int = 4096, **roles: Any) -> LocalCluster:
     worker = worker_with(transports=("shared_memory",), report_interval_s=0.05, record=record, max_batch_size=7)
-    engine, router = engine_with(num_pages=192), router_with(record=record)
+    engine, router = engine_with(num_pages=192), router_with(record=record, max_backlog_tokens=max_backlog_tokens)
     return LocalCluster(str(directory), **roles, engine=engine, worker=worker, router=router)
 
 
@@ -212,3 +212,35 @@ async def test_a_change_is_called_off_and_who_may_not_ask(model_dir: ModelDir, t
         assert (asked.returncode, json.loads(asked.stdout)["role"]) == (0, "mixed")
         assert state_of(cluster, "decode-0")[0] == "mixed"
         assert len(await _ask(client)) == len(PROMPTS)
+
+
+async def test_what_comes_while_a_role_ends_goes_elsewhere(model_dir: ModelDir, expected: list[list[int]]) -> None:
+    """To a router that has come anew, a worker is as good as any until it has reported."""
+    cluster = _cluster(model_dir("llama"), max_backlog_tokens=50, prefill=1, decode=1, mixed=1)
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        mixed, settled, go_on = cluster.mixed[0], asyncio.Event(), asyncio.Event()
+        close = mixed.role.close
+
+        async def slowly() -> None:  # a pair that takes its time
+            settled.set()
+            await go_on.wait()
+            await close()
+
+        mixed.role.close = slowly  # type: ignore[method-assign]
+        gate = Gate(cluster.prefill[0].engine)
+        await client.set_role("mixed-0", "prefill")
+        await settled.wait()
+        asking = asyncio.create_task(_ask(client))
+        assert cluster.server is not None
+        router = cluster.server.router
+        await until(lambda: router.num_live == len(PROMPTS), "all are there")
+        [link] = mixed.streams._links.values()
+        mixed.streams._drop(link, "the connection breaks")
+        await until(lambda: mixed.streams._links and link not in mixed.streams._links.values(), "it is there again")
+        await asyncio.sleep(0.2)
+        assert not mixed.role.requests
+        go_on.set()
+        gate.open()
+        assert [list(each.token_ids) for each in await asking] == expected
+        await until(lambda: state_of(cluster, "mixed-0") == ("prefill", "ready"), "it has its new role")
+        await cluster.settled()

@@ -161,6 +161,22 @@ def test_a_step_does_not_wait_for_another_adapter_that_is_being_loaded(
     assert one.result(timeout=60).digest == second.digest
 
 
+def test_where_no_thread_is_to_be_had_one_load_fails_and_the_next_is_tried(
+    models: dict[str, Path], adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, adapter = load(models["llama"]), adapter_at(adapters["usual"])
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        failed = engine.adapters.begin(adapter)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        failed.result(timeout=1)
+    assert engine.adapters.begin(adapter).result(timeout=60).digest == adapter.digest
+
+
 def test_what_sees_a_part_of_the_rows_cannot_be_adapted(tmp_path: Path) -> None:
     """A head's own layers see the rows that have logits."""
     linears = load(make_tiny_model("modernbert_decoder", tmp_path / "head")).adapters.linears
