@@ -17,6 +17,7 @@ import yaml
 
 from kvrelay.plan import amounts, words
 from placement.build.from_offers import targets_told
+from placement.latency.model_shape import ModelShape
 from placement.plan import Goodput, Plan, PoolPlan, Slo
 
 RULE = 100  # a comment line's length
@@ -49,7 +50,7 @@ def why_not_started(placement: Goodput, most_gpus: float) -> str:
 def spec_data(
     placement: Goodput,
     model: str,
-    kv_bytes_per_token: Mapping[str, int] | None,
+    shape: ModelShape | None,
     *,
     has_gpus: bool,
     slo: Slo | None = None,
@@ -59,10 +60,10 @@ def spec_data(
     speculative_model: str = "",
     draft_bytes_per_token: int = 0,
 ) -> dict[str, Any]:
-    """The spec of one of its clusters as plain data. `kv_bytes_per_token` by hardware, of a whole worker; None: each
-    worker's own default. `slo`: what a request wants that does not say; None: nothing. `dtype`: that was measured;
-    empty: the model's. `assumed`: by pool, cluster.spec.assumed.Assumed as plain data. `speculative_model`: of
-    pools that guess ahead; empty: prompt lookup; `draft_bytes_per_token`: of its KV."""
+    """The spec of one of its clusters as plain data. `shape`: as workers have the model; None: each has its own default
+    of KV. `slo`: what a request wants that does not say; None: nothing. `dtype`: that was measured; empty: the model's.
+    `assumed`: by pool, cluster.spec.assumed.Assumed as plain data. `speculative_model`: of pools that guess ahead;
+    empty: prompt lookup; `draft_bytes_per_token`: of its KV."""
     pools = placement.one_cluster.pools
     page_sizes = {pool.page_size for pool in pools}
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
@@ -75,8 +76,8 @@ def spec_data(
         "page_size": page_sizes.pop(),
         **({"router": targets} if targets else {}),
         "pools": [
-            pool_data(pool, label, (kv_bytes_per_token or {}).get(pool.hardware), has_gpus=has_gpus)
-            | guessing_data(pool, kv_bytes_per_token, speculative_model, draft_bytes_per_token)
+            pool_data(pool, label, shape, has_gpus=has_gpus)
+            | guessing_data(pool, shape, speculative_model, draft_bytes_per_token)
             | ({"assumed": dict(told)} if told else {})
             for pool, label, told in zip(pools, labels, assumed or [None] * len(pools), strict=True)
         ],
@@ -89,7 +90,7 @@ def _labels(pools: Sequence[PoolPlan]) -> list[str]:
     return ["" if roles.count(pool.role) == 1 else f"{pool.role}-{i}" for i, pool in enumerate(pools)]
 
 
-def pool_data(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has_gpus: bool) -> dict[str, Any]:
+def pool_data(pool: PoolPlan, label: str, shape: ModelShape | None, *, has_gpus: bool) -> dict[str, Any]:
     """As `spec_data` has it."""
     data: dict[str, Any] = {"name": label} if label else {}
     data |= {"role": pool.role, "replicas": pool.replicas}
@@ -98,8 +99,8 @@ def pool_data(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has
     data |= {"threads": pool.degrees.threads} if pool.degrees.threads else {}
     if has_gpus:
         data["num_gpus"] = pool.degrees.gpus
-    if kv_bytes_per_token:
-        data["kv_memory"] = pool.num_pages * pool.page_size * kv_bytes_per_token
+    if shape is not None:
+        data["kv_memory"] = _kv_memory(pool, shape)
     if pool.role != "decode":
         pack_tokens = pool.pack_tokens or pool.max_batch_tokens  # steps were simulated filled to the brim
         data |= {"max_batch_tokens": pool.max_batch_tokens, "pack_tokens": pack_tokens}
@@ -108,18 +109,22 @@ def pool_data(pool: PoolPlan, label: str, kv_bytes_per_token: int | None, *, has
     return data if pool.role == "prefill" else data | {"max_batch_size": pool.max_batch_size}
 
 
-def guessing_data(
-    pool: PoolPlan, kv_bytes_per_token: Mapping[str, int] | None, model: str, draft_bytes_per_token: int
-) -> dict[str, Any]:
+def guessing_data(pool: PoolPlan, shape: ModelShape | None, model: str, draft_bytes_per_token: int) -> dict[str, Any]:
     """Of a pool that guesses ahead; a draft model's KV is in kv_memory, too."""
     if not pool.num_speculative_tokens:
         return {}
     data: dict[str, Any] = {"num_speculative_tokens": pool.num_speculative_tokens}
     if model:
         data["speculative_model"] = model
-    if token_bytes := (kv_bytes_per_token or {}).get(pool.hardware):
-        data["kv_memory"] = pool.num_pages * pool.page_size * (token_bytes + draft_bytes_per_token)
+    if shape is not None:
+        data["kv_memory"] = _kv_memory(pool, shape, draft_bytes_per_token)
     return data
+
+
+def _kv_memory(pool: PoolPlan, shape: ModelShape, draft_bytes_per_token: int = 0) -> int:
+    """Of a worker; a draft model's KV is held once, as it is whole on one GPU."""
+    token_bytes = shape.worker_kv_bytes_per_token(pool.degrees.tp) + draft_bytes_per_token
+    return pool.num_pages * pool.page_size * token_bytes
 
 
 def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: str) -> str:

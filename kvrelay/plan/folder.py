@@ -20,6 +20,7 @@ from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
 from placement.goodput.targets import Targets
 from placement.latency.model_files import load_shape, loadable_name
+from placement.latency.model_shape import ModelShape
 from placement.latency.profile_file import read_profile
 from placement.plan import Plan, to_json
 
@@ -102,14 +103,14 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
         why = why_not or "only a published system's machines meet the targets, and kvrelay does not serve them"
         return "", f"There is none: {why}.", ()
     dtype = str(read_profile(request.profile[0]).model.get("dtype", "")) if request.profile else ""
-    model, kv_bytes = _model_and_kv(request, plan, dtype or "auto")
+    model, shape = _model_and_shape(request, dtype or "auto")
     name = cluster.cluster_name(model)
     slo = Targets(slo=plan.slo, classes=request.request_classes).loosest
     guesses = guesses_of(request)
     data = cluster.spec_data(
         placement,
         model,
-        kv_bytes,
+        shape,
         has_gpus=has_gpus,
         slo=slo,
         name=name,
@@ -125,15 +126,13 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
     return f"# Note: {note}\n{text}", "", (note,)
 
 
-def _model_and_kv(request: PlanRequest, plan: Plan, dtype: str) -> tuple[str, dict[str, int] | None]:
-    """What workers load, and the KV bytes of a token in a worker of each hardware; None where no config tells."""
+def _model_and_shape(request: PlanRequest, dtype: str) -> tuple[str, ModelShape | None]:
+    """What workers load, and its shape as they have it; None where no config tells."""
     model = _loaded_model(request)
     try:
-        kv_bytes = int(load_shape(request.model or model).with_dtype(dtype).kv_bytes_per_token)
+        return model, load_shape(request.model or model).as_served().with_dtype(dtype)
     except PlanError:
         return model, None
-    kinds = {pool.hardware for placement in plan.tried for pool in placement.candidate.pools}
-    return model, dict.fromkeys(kinds, kv_bytes)
 
 
 def _loaded_model(request: PlanRequest) -> str:

@@ -200,9 +200,9 @@ class ProfileWorkers:
         shape = shape_in(pool, spec, self.shape) if self.shape is not None else None
         guesses = guesses_of(pool, shape, self.acceptance)
         if isinstance(pool.kv_memory, int) and shape is not None:
-            pages = max(1, pool.kv_memory // (shape.kv_bytes_per_token * profile.page_size))
+            pages = max(1, pool.kv_memory // (shape.worker_kv_bytes_per_token(measured.tp) * profile.page_size))
         if guesses is not None:
-            pages = max(1, int(pages * guesses.page_share(shape)))
+            pages = max(1, int(pages * guesses.page_share(shape, measured.tp)))
         errors = dict(zip(PHASES, profile.wrong_by, strict=True))
         error = max(errors[phase] for phase in kind_of(pool.role).phases)
         # its steps hold their overhead

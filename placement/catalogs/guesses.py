@@ -48,9 +48,9 @@ class Guesses:
         """Beside the model's own."""
         return self.draft.kv_bytes_per_token if isinstance(self.draft, ModelShape) else 0.0
 
-    def page_share(self, model: ModelShape | None) -> float:
+    def page_share(self, model: ModelShape | None, tp: int = 1) -> float:
         """Of the pages that a worker has in so many bytes of KV without them."""
-        own = model.kv_bytes_per_token if model is not None else 1
+        own = model.worker_kv_bytes_per_token(tp) if model is not None else 1
         return own / (own + self.kv_bytes_per_token)
 
     def weight_bytes(self, model: ModelShape) -> float:

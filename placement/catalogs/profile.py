@@ -85,7 +85,7 @@ class ProfileCatalog:
             error=max(profile.wrong_by),
             slowdown=profile.by_batch,
             speculation=guesses.beside(self._latency[degrees], self._shape) if guesses else None,
-            speculative_pages=int(num_pages * guesses.page_share(self._shape)) if guesses else 0,
+            speculative_pages=int(num_pages * guesses.page_share(self._shape, degrees.tp)) if guesses else 0,
         )
 
 

@@ -123,8 +123,12 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """As kvrelay's pages hold it, over all layers and heads."""
+        """As kvrelay's pages hold it, over all layers and heads, each once."""
         return round(self.num_layers * self.kv_bytes_per_token_layer)
+
+    def worker_kv_bytes_per_token(self, tp: int) -> int:
+        """Of all of a worker's ranks: a KV head that several hold counts as often."""
+        return self.kv_bytes_per_token * max(1, tp // self.kv_heads)
 
     @property
     def latent_kv_bytes_per_token(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +18,14 @@ from kvrelay.plan.catalogs import catalogs
 from kvrelay.plan.folder import cluster_spec
 from kvrelay.plan.planning import asked
 from kvrelay.plan.reading import build_request
+from kvrelay.simulate.simulation import source_of
 from placement.build.from_offers import assemble, guessing_ahead, offers_of
 from placement.build.from_spec import sim_cluster
 from placement.build.sources import RooflineWorkers
 from placement.catalogs.base import Degrees
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
+from placement.named_files import CONFIGS
 from placement.plan import Candidate
 from placement.search.hybrids import hybrids_of
 from placement.simulator.systems import LiveSystem
@@ -112,6 +116,20 @@ def test_of_clusters_of_one_pair_each_the_spec_of_one_is_written() -> None:
     assert {pool.role: pool.replicas for pool in parse_spec(yaml.safe_load(text)).pools} == {"prefill": 1, "decode": 1}
     told = " ".join(line.lstrip("# ") for line in text.splitlines())
     assert "This is one of 2 such clusters, each with its share of the requests" in told
+
+
+def test_the_spec_has_the_pages_of_the_plan_where_ranks_share_a_kv_head(tmp_path: Path) -> None:
+    """4 KV heads, as of Qwen3-30B-A3B: at TP 8 each is held twice."""
+    config = json.loads((CONFIGS / "models" / "llama-3.1-8b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4}))
+    request = build_request(None, {**ASKED, **REQUESTS, "model": str(tmp_path), "num_gpus": 8, "ttft": "300ms"})
+    offer = catalogs(request)[0].offer(Degrees(8))
+    assert not isinstance(offer, str)
+    mixed = together(8, 1)
+    chosen = goodput(replace(mixed, pools=(replace(mixed.pools[0], num_pages=offer.num_pages),)), 9.0)
+    text, _, _ = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,), asked=asked(request)), request)
+    source = source_of(spec := parse_spec(yaml.safe_load(text)), hardware="h100-sxm", profile=None, model=str(tmp_path))
+    assert [worker.num_pages for worker in sim_cluster(spec, source).workers] == [offer.num_pages]
 
 
 def test_of_stages_over_several_nodes_the_best_that_is_started_is_written() -> None:

@@ -35,6 +35,14 @@ def test_what_was_planned_is_what_its_spec_simulates(prefill_tp: int, decode_tp:
     _compare(candidate, offer_of, shape, hardware)
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 4), (1, 4)])
+def test_kv_heads_that_several_ranks_hold_are_in_kv_memory(prefill_tp: int, decode_tp: int) -> None:
+    shape, hardware = replace(load_shape("llama-3.1-8b"), kv_heads=2), load_hardware("h100-sxm")
+    offer_of = offers_of(RooflineCatalog(shape, hardware))
+    offers = offer_of(Degrees(prefill_tp), True), offer_of(Degrees(decode_tp), True)
+    _compare(pair_of((offers[0], 1), (offers[1], 1), hardware.name), offer_of, shape, hardware)
+
+
 @pytest.mark.parametrize("slo", [None, Slo(ttft_s=0.3, tpot_s=0.015)])
 def test_a_hybrid_is_what_its_spec_simulates(slo: Slo | None) -> None:
     """The targets by which requests are placed, too."""
@@ -53,7 +61,7 @@ def _compare(
     planned = system.cluster
     assert planned.router.slo_ttft_ms == (1e3 * slo.ttft_s if slo else 0)
     found = Goodput(candidate=candidate, goodput=Interval(1, 1, 1), curve=(), usd_per_hour=1.0, watts=1.0)
-    data = spec_data(found, "llama-3.1-8b", {hardware.name: shape.kv_bytes_per_token}, has_gpus=True, slo=slo)
+    data = spec_data(found, "llama-3.1-8b", shape, has_gpus=True, slo=slo)
     written = sim_cluster(parse_spec(data), RooflineWorkers(shape, hardware))
     assert (planned.message_s, planned.report_gap_s) == (written.message_s, written.report_gap_s)
     assert (planned.router, planned.handoff_s) == (written.router, written.handoff_s)

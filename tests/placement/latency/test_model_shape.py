@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from engine.pages.layout import KvLayout, LayerKv
+from engine.pages.share import Share
 from placement.catalogs.base import PlanError
 from placement.latency.model_config import shape_of
 from placement.latency.model_files import known_models, load_shape, loadable_name
@@ -75,6 +77,17 @@ def test_mla_is_counted_as_kvrelay_pages_it_and_as_latents() -> None:
     shape = load_shape("deepseek-v3")
     assert shape.kv_bytes_per_token == 61 * 128 * (192 + 128) * 2
     assert shape.latent_kv_bytes_per_token == 61 * (512 + 64) * 2
+
+
+@unit
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3", "qwen3-0.6b"])
+@pytest.mark.parametrize("tp", [1, 2, 8, 16])
+def test_a_worker_keeps_as_much_kv_of_a_token_as_the_engine_counts(model: str, tp: int) -> None:
+    shape = load_shape(model)
+    layers = (LayerKv(shape.kv_heads, shape.k_dim, shape.v_dim),) * shape.num_layers
+    layout = KvLayout(16, "bfloat16", layers, 1)
+    held = sum(Share(rank, tp).of(layout).page_bytes() for rank in range(tp))
+    assert 16 * shape.worker_kv_bytes_per_token(tp) == held
 
 
 @unit
