@@ -23,6 +23,7 @@ from placement.catalogs.roofline import RooflineCatalog
 from placement.checks.margin import load_margin
 from placement.checks.nearest import nearest
 from placement.goodput.bounds import decode_bound, prefill_bound
+from placement.goodput.targets import Targets
 from placement.latency.base import LatencyError
 from placement.mixes.machines import MachineType, capped, machine_of
 from placement.mixes.options import Provisioning
@@ -32,6 +33,7 @@ from placement.search import planner
 from placement.search.problem import OnFirst
 from placement.search.question import PlanQuestion
 from placement.simulator.cluster import SetupError
+from placement.workload.positions import beyond_positions
 from placement.workload.requests import Workload
 from placement.workload.traces import WorkloadError
 
@@ -45,20 +47,35 @@ def make_plan(request: PlanRequest, on_progress: OnProgress | None = None, on_fi
     WorkloadError: what is asked for cannot be, in one sentence."""
     requests = workload_of(request)
     open_catalogs = catalogs(request)
+    beyond = _beyond_positions(request, open_catalogs[0], requests)
     if len(open_catalogs) > 1:
         planned = _provisioned(request, open_catalogs, requests, on_progress)
     else:
         planned = _planned(request, open_catalogs[0], requests, on_progress, on_first)
     near = _nearest(planned, open_catalogs[0], requests) if len(open_catalogs) == 1 else ()
-    return replace(planned, asked=asked(request), sources=sources(planned, request), nearest=near)
+    advice = planned.advice[:1] + ((f"{beyond}.",) if beyond else ()) + planned.advice[1:]  # behind the answer
+    return replace(planned, asked=asked(request), sources=sources(planned, request), nearest=near, advice=advice)
+
+
+def _beyond_positions(request: PlanRequest, catalog: Catalog, requests: Workload) -> str:
+    """Which requests the model has no positions for. Raises WorkloadError where too many meet no target for that."""
+    roofline = _roofline(catalog)
+    if roofline is None:
+        return ""
+    slack = Targets(slo=request.slo, classes=request.request_classes).most_slack
+    return beyond_positions(requests, roofline.model, roofline.shape.max_positions, slack)
+
+
+def _roofline(catalog: Catalog) -> RooflineCatalog | None:
+    whole = catalog.of if isinstance(catalog, Narrowed) else catalog
+    return whole if isinstance(whole, RooflineCatalog) else None
 
 
 def _nearest(planned: Plan, catalog: Catalog, requests: Workload) -> tuple[Near, ...]:
-    if isinstance(catalog, Narrowed):
-        catalog = catalog.of
-    if not isinstance(catalog, RooflineCatalog) or catalog.machine.unit != "GPU":
+    roofline = _roofline(catalog)
+    if roofline is None or roofline.machine.unit != "GPU":
         return ()
-    return nearest(catalog.shape, catalog.machine, planned.chosen.candidate, float(requests.prompt_len.mean()))
+    return nearest(roofline.shape, roofline.machine, planned.chosen.candidate, float(requests.prompt_len.mean()))
 
 
 def sources(plan: Plan, request: PlanRequest) -> dict[str, str]:
@@ -197,8 +214,8 @@ def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> l
     short = short_name(catalog.hardware, names)
     whole = machine_of(catalog, Degrees(request.tensor_parallel or catalog.gpus_per_node), short=short)
     full = replace(whole, title=gpu_name(catalog.hardware))
-    roofline = catalog.of if isinstance(catalog, Narrowed) else catalog
-    caps = roofline.machine.power_caps if isinstance(roofline, RooflineCatalog) else ()
+    roofline = _roofline(catalog)
+    caps = roofline.machine.power_caps if roofline is not None else ()
     return [full, *(capped(full, cap) for cap in caps)]
 
 

@@ -35,6 +35,7 @@ from placement.plan import Interval, RatePoint, Slo, to_json
 from placement.simulator.cluster import SetupError
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.closed_loop import ClosedLoop
+from placement.workload.positions import beyond_positions
 from placement.workload.traces import WorkloadError
 from placement.workload.traffic import Traffic
 from worker.options import pool_of
@@ -129,6 +130,7 @@ def simulate_spec(
     spec = mixed_spec(spec) if sweep.colocated else spec
     system = LiveSystem(sim_cluster(spec, source))
     error = latency_error(spec, source)
+    notes = [*_notes(spec, source), *_beyond_positions(source, traffic, sweep)]
     loads = [(rate, loop) for rate in _rates(sweep, traffic) for loop in sweep.loops or (None,)]
     total, done = len(loads) * len(sweep.seeds), 0
     points, counters, counted = [], [], []
@@ -151,8 +153,17 @@ def simulate_spec(
         sources=tuple(latency_sources(spec, source)),
         error=error,
         clients=tuple(loop.max_concurrency for _, loop in loads if loop is not None),
-        notes=tuple(_notes(spec, source)),
+        notes=tuple(notes),
     )
+
+
+def _beyond_positions(source: WorkerSource, traffic: Traffic, sweep: Sweep) -> list[str]:
+    """Raises WorkloadError."""
+    if source.shape is None:
+        return []
+    shape, slack = source.shape, 1 - sweep.slo.attainment
+    told = beyond_positions(traffic.source, shape.name, shape.max_positions, slack)
+    return [f"{told}; here they are served"] if told else []
 
 
 def _rates(sweep: Sweep, traffic: Traffic) -> tuple[float, ...]:

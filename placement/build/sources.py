@@ -63,6 +63,10 @@ def guesses_of(pool: PoolSpec, shape: ModelShape | None, acceptance: float | Non
 
 class WorkerSource(Protocol):
     @property
+    def shape(self) -> ModelShape | None:
+        """None: the model's config is not known."""
+
+    @property
     def message_s(self) -> float: ...
 
     @property

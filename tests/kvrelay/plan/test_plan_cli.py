@@ -25,6 +25,7 @@ GPUS = ("--hardware", "h100-sxm", "--num-gpus", "8")
 MODEL = ("--model", "llama-3.1-8b")
 LENGTHS = ("--random-input-len", "512", "--random-output-len", "64")
 TARGETS = ("--ttft", "1s", "--tpot", "50ms", "--processes", "0")  # none besides this one
+CLASSES = ("--class", "chat:1:1s:50ms:0.9", "--class", "jobs:1:9s:")
 DEADLINE_S = 240
 
 
@@ -103,6 +104,35 @@ def test_a_trace_with_a_gap(tmp_path: Path) -> None:
     rows = ("2023-11-16 18:15:46.68,374,44", "2023-11-16 18:15:50.00,,12")
     told = refused(*MODEL, *GPUS, *TARGETS, *trace_of(tmp_path, *rows))
     assert "trace.csv:3: ContextTokens is missing; give " in told
+
+
+def test_requests_that_the_model_has_no_positions_for(tmp_path: Path) -> None:
+    """A worker refuses them, whatever room its pages have."""
+    model = ("--model", "llama-2-7b", *GPUS, *TARGETS)
+    assert refused(*model, "--random-input-len", "20000", "--random-output-len", "64") == (
+        "random lengths of 20000 and 64 tokens: 100.00% of the requests are longer than the 4,096 positions of "
+        "llama-2-7b, up to 20,064 tokens, and would be refused; give prompts of 4,032 tokens at most "
+        "(--max-input-len 4032 cuts those of a trace), or another model"
+    )
+    rows = ["2023-11-16 18:15:46.68,374,44"] * 17 + ["2023-11-16 18:15:46.68,4090,44"] * 3
+    trace = trace_of(tmp_path, *rows)
+    assert "trace.csv: 15.00% of the requests are longer than the 4,096 positions" in refused(*model, *trace)
+    assert "15.00%" in refused("--model", "llama-2-7b", *GPUS, *CLASSES, *trace, "--attainment", "0.8")
+
+
+def test_a_few_requests_that_the_model_has_no_positions_for_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvrelay.plan.planning.planner.plan", lambda *_, **__: PLAN)
+    rows = ["2023-11-16 18:15:46.68,374,44"] * 18 + ["2023-11-16 18:15:46.68,4090,44"] * 2
+    model, trace = ("--model", "llama-2-7b", *GPUS, *TARGETS), trace_of(tmp_path, *rows)
+    result = run(*model, *trace, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)["advice"]
+    assert told[0] == PLAN.advice[0]
+    assert told[1].startswith("10.00% of the requests are longer than the 4,096 positions of llama-2-7b, up to 4,134")
+    cut = run(*model, *trace, "--max-input-len", "4052", "--json")
+    assert json.loads(cut.stdout)["advice"] == list(PLAN.advice)
 
 
 def test_a_trace_that_is_not_there() -> None:

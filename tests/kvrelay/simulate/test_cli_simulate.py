@@ -91,6 +91,19 @@ def test_clients_who_wait_for_their_answers_set_their_own_rate(spec: str) -> Non
     assert "clients" in shown
 
 
+def test_requests_that_the_model_has_no_positions_for(spec: str, tmp_path: Path) -> None:
+    lengths = [4090] * 2 + [100] * 18
+    rows = [json.dumps({"timestamp": 250 * i, "input_length": n, "output_length": 8}) for i, n in enumerate(lengths)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(rows))
+    load = ("--model", "llama-2-7b", "--hardware", "h200-sxm", "--trace", str(tmp_path / "trace.jsonl"), "--rate", "2")
+    found = run_json(spec, *load, "--num-requests", "50")
+    assert any(note.startswith("10.00% of the requests are longer than the 4,096 positions") for note in found["notes"])
+    refused = run(spec, *load, "--attainment", "0.95")
+    assert refused.exit_code == 2
+    assert "give prompts of 4,088 tokens at most" in refused.stderr
+    assert run(spec, *load, "--num-requests", "50", "--max-input-len", "4088").exit_code == 0
+
+
 def test_one_seed_gives_one_answer_and_another_seed_another(spec: str) -> None:
     first, again, other = (run_json(spec, *FEW, "--rate", "20", "--seed", seed)["rates"] for seed in ("1", "1", "2"))
     assert first == again
