@@ -122,8 +122,9 @@ def doubt_of(profile: Profile) -> Doubt:
     return Doubt(prefill=error.prefill, decode=error.decode, load=profile.load, client_s=profile.client_s)
 
 
-def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
-    """`changed`: workload options that differ from the plan's. Raises PlanError naming the file and what it lacks."""
+def of_plan(path: Path, changed: Mapping[str, Any], targets_s: Mapping[str, float] | None = None) -> Claim:
+    """`changed`: workload options that differ from the plan's; `targets_s`: targets in place of its own. Raises
+    PlanError naming the file and what it lacks."""
     plan = _read_plan(path)
     try:
         request, copies = request_of(plan["asked"]), int(plan["chosen"].get("copies", 1))
@@ -135,6 +136,13 @@ def of_plan(path: Path, changed: Mapping[str, Any]) -> Claim:
             raise
         why = f"it lacks {error.args[0]}" if isinstance(error, KeyError) else str(error)
         raise PlanError(f"{path} is no plan of this version: {why}; make one with kvrelay plan --out") from None
+    if request.classes and not targets_s:
+        names = ", ".join(each.name for each in request.classes)
+        raise PlanError(
+            f"{path} has classes ({names}), whose targets verify does not play; give --ttft, --tpot or both, for all "
+            "requests"
+        )
+    slo = replace(slo, **(targets_s or {}))
     if not candidate.is_served:
         raise PlanError(
             f"{path} chose a published system's machines, which kvrelay does not serve; plan with --no-colocated"

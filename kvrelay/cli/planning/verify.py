@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,8 +126,7 @@ def _claim_of(
     if plan is not None:
         if "trace" in changed or "random_input_len" in changed:
             raise PlanError("--trace and --random-input-len go with --profile; a plan says its own workload")
-        claim = verifying.of_plan(plan, changed)
-        return replace(claim, slo=replace(claim.slo, **targets_s)) if targets_s else claim
+        return verifying.of_plan(plan, changed, targets_s)
     if profile is None:
         raise PlanError("nothing says what was predicted; give a plan.json, or --profile FILE and a workload")
     if "request_rate" not in changed:

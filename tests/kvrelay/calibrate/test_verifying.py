@@ -96,6 +96,17 @@ def test_a_plan_that_kvrelay_does_not_serve_is_refused(tmp_path: Path) -> None:
         verifying.of_plan(plan_file(tmp_path, replace(COLOCATED, chosen=theirs), request), {})
 
 
+def test_a_plan_with_classes_is_verified_by_targets_that_are_given(tmp_path: Path) -> None:
+    """Its own are its classes', and its SLO infinite: every request would meet that."""
+    own: dict[str, Any] = {key: value for key, value in WORKLOAD.items() if key not in ("ttft", "tpot")}
+    own["classes"] = [{"name": "chat", "ttft": "500ms"}, {"name": "jobs", "ttft": "5s"}]
+    request = PlanRequest(model="llama-3.1-8b", hardware=("h200-sxm",), num_gpus=3, **own)
+    path = plan_file(tmp_path, replace(one_to_two(), slo=Slo()), request)
+    with pytest.raises(PlanError, match=r"has classes \(chat, jobs\), .*; give --ttft, --tpot or both"):
+        verifying.of_plan(path, {})
+    assert verifying.of_plan(path, {}, {"ttft_s": 0.5}).slo == Slo(ttft_s=0.5)
+
+
 def test_another_cluster_than_the_plan_s_is_refused(tmp_path: Path) -> None:
     write_profile(profile(), tmp_path / "profile.json")
     request = PlanRequest(profile=(tmp_path / "profile.json",), num_gpus=3, **WORKLOAD)
