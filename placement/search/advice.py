@@ -56,6 +56,8 @@ def _on_disaggregation(findings: Findings) -> str:
     other = next((each for each in findings.tried if each.candidate.kind not in ("hybrid", kind)), None)
     if kind == "hybrid" and other is None:
         return "Run a hybrid: no pure placement keeps the targets here."
+    if other is None and is_colocated and not findings.rate and chosen.candidate.gpus == 1:  # all that there are
+        return f"Do not disaggregate: two pools take 2 {chosen.candidate.unit}s or more, and there is 1."
     if other is None and is_colocated:
         return "Do not disaggregate: no two pools keep the targets here."
     if other is None:

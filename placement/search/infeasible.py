@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from placement.catalogs.base import Offer, PlanError
-from placement.goodput.bounds import decode_alone_s, floor_share, floors_s, mean_context, relaxed
+from placement.goodput.bounds import SAMPLE, floor_share, floors_s, relaxed
 from placement.goodput.targets import Targets
-from placement.plan import Candidate
+from placement.plan import Candidate, Slo
 from placement.search.problem import PhaseRole, PlacementProblem, SearchLog, WorkerGoodput
-from placement.workload.requests import Ints, Workload
+from placement.workload.requests import Floats, Ints, Workload
 
 MANY = 1 << 20  # GPUs: as many as any worker takes
 HELD_SHARE = 0.999  # of the requests that a worker can hold, that each one must: a trace's longest may be an outlier
@@ -96,9 +96,7 @@ def _raise_if_too_slow(problem: PlacementProblem, role: PhaseRole, offers: Seque
     floors = [floors_s(prefill, decode, source) for prefill, decode in pairs]
     times = [float((ttft if is_prefill else tpot).mean()) for ttft, tpot in floors]
     fastest = offers[int(np.argmin(times))]
-    slos = [kind.slo for kind in problem.targets.classes] or [problem.targets.slo]
-    target_s = min(slo.ttft_s if is_prefill else slo.tpot_s for slo in slos)
-    sentence = floor_sentence(problem, role, fastest, target_s).replace(" at TP", " even at TP")
+    sentence = floor_sentence(problem, role, fastest).replace(" at TP", " even at TP")
     raise PlanError(f"{sentence}; ask for a longer {'TTFT' if is_prefill else 'TPOT'} or faster hardware")
 
 
@@ -112,7 +110,6 @@ def why_nothing(
     colocated: Sequence[WorkerGoodput],
 ) -> str:
     """Each phase could keep its target when idle, and yet no cluster was found."""
-    slo = problem.targets.slo
     if prefills and decodes:
         least = min(worker.gpus for worker in prefills) + min(worker.gpus for worker in decodes)
         if least > num_gpus and not colocated:
@@ -120,17 +117,34 @@ def why_nothing(
                 f"num_gpus is {num_gpus}: the smallest prefill and decode workers that keep the targets take {least}; "
                 f"give {least} or more"
             )
+    wanted = f"{problem.targets.slo.attainment:.0%} of requests"
+    if problem.targets.classes:
+        wanted = "as many requests of each class as are to meet them"
     if prefills and decodes:
+        told = " and ".join(filter(None, (_target(problem.targets, "prefill"), _target(problem.targets, "decode"))))
         return (
-            f"no placement keeps TTFT {ms(slo.ttft_s)} and TPOT {ms(slo.tpot_s)} for {slo.attainment:.0%} of requests "
-            f"at any rate that was tried; ask for longer targets or a smaller share"
+            f"no placement keeps {told} for {wanted} at any rate that was tried; ask for longer targets or a smaller "
+            "share"
         )
-    role = "decode" if prefills else "prefill"
-    target = f"TPOT {ms(slo.tpot_s)}" if prefills else f"TTFT {ms(slo.ttft_s)}"
-    return (
-        f"{target}: no {role} worker of up to {max(offer.degrees.gpus for offer in offers)} GPUs keeps it for "
-        f"{slo.attainment:.0%} of requests but when idle; ask for a longer one or allow more GPUs to a worker"
-    )
+    role: PhaseRole = "decode" if prefills else "prefill"
+    most = max(offer.degrees.gpus for offer in offers)
+    if target := _target(problem.targets, role):
+        return (
+            f"{target}: no {role} worker of up to {most} GPUs keeps it for {wanted} but when idle; ask for a longer "
+            "one or allow more GPUs to a worker"
+        )
+    why = next((reason for name, reason in log.refused.items() if name.startswith(role)), "none kept up")
+    return f"no {role} worker of up to {most} GPUs serves these requests ({why}); allow more GPUs to a worker"
+
+
+def _target(targets: Targets, role: PhaseRole) -> str:
+    """The strictest of the classes; nothing where none has one for this phase."""
+    slos = [each.slo for each in targets.classes] or [targets.slo]
+    if role == "prefill":
+        name, target_s = "TTFT", min(slo.ttft_s for slo in slos)
+    else:
+        name, target_s = "TPOT", min(slo.tpot_s for slo in slos)
+    return f"{name} {ms(target_s)}" if math.isfinite(target_s) else ""
 
 
 # with nobody else there
@@ -143,28 +157,38 @@ def idle_reason(problem: PlacementProblem, role: PhaseRole, offer: Offer) -> str
     only = relaxed(targets, tpot=is_prefill, ttft=not is_prefill)
     if floor_share(offer if is_prefill else None, None if is_prefill else offer, source, only) >= 0:
         return ""
-    slo = _strictest(targets, is_prefill)
-    return floor_sentence(problem, role, offer, slo)
+    return floor_sentence(problem, role, offer)
 
 
-def _strictest(targets: Targets, is_prefill: bool) -> float:
-    slos = [kind.slo for kind in targets.classes] or [targets.slo]
-    return min(slo.ttft_s if is_prefill else slo.tpot_s for slo in slos)
+def floor_sentence(problem: PlacementProblem, role: PhaseRole, offer: Offer) -> str:
+    """TTFT 100 ms: a prompt of 2,735 tokens (P90) takes 310 ms alone on A100 at TP 8. Of the class that is furthest
+    from its share, and of its request at the percentile that is to be attained: a mean may well meet the target."""
+    is_prefill = role == "prefill"
+    sample = problem.traffic.source.first(SAMPLE)
+    ttft, tpot = floors_s(offer if is_prefill else None, None if is_prefill else offer, sample)
+    floors = ttft if is_prefill else tpot
+    slo, rows = _furthest(problem.targets, sample, floors, is_prefill=is_prefill)
+    ordered = rows[np.argsort(floors[rows], kind="stable")]
+    at = int(ordered[math.ceil(slo.attainment * len(rows)) - 1])
+    where, share = f"on {problem.hardware} at {offer.degrees}", f"P{100 * slo.attainment:.4g}"
+    prompt_len, took = int(sample.prompt_len[at]), ms(float(floors[at]))
+    if is_prefill:
+        return f"TTFT {ms(slo.ttft_s)}: a prompt of {prompt_len:,} tokens ({share}) takes {took} alone {where}"
+    context = prompt_len + int(sample.output_len[at]) // 2
+    step = f"one decode step of {problem.catalog.model} at batch 1 with {context:,} tokens of context ({share})"
+    return f"TPOT {ms(slo.tpot_s)}: {step} takes {took} {where}"
 
 
-def floor_sentence(problem: PlacementProblem, role: PhaseRole, offer: Offer, target_s: float) -> str:
-    """TTFT 100 ms: a prompt of 2,735 tokens takes 310 ms alone on A100 at TP 8."""
-    source, model = problem.traffic.source, problem.catalog.model
-    where = f"on {problem.hardware} at {offer.degrees}"
-    if role == "decode":
-        step_s = decode_alone_s(offer, math.ceil(mean_context(source)))
-        return f"TPOT {ms(target_s)}: one decode step of {model} at batch 1 takes {ms(step_s)} {where}"
-    ttft, _ = floors_s(offer, None, source)
-    order = sorted(range(len(ttft)), key=lambda i: float(ttft[i]))
-    at = order[min(len(order) - 1, int(problem.targets.slo.attainment * len(order)))]
-    prompt = int(source.prompt_len[at])
-    share = f"P{100 * problem.targets.slo.attainment:.0f}"
-    return f"TTFT {ms(target_s)}: a prompt of {prompt:,} tokens ({share}) takes {ms(float(ttft[at]))} alone {where}"
+def _furthest(targets: Targets, sample: Workload, floors: Floats, *, is_prefill: bool) -> tuple[Slo, Ints]:
+    """The SLO, and the rows of the requests, of the class whose share in time is furthest below what it should be."""
+    slos = [each.slo for each in targets.classes] or [targets.slo]
+
+    def slack(slo: Slo, rows: Ints) -> float:
+        in_time = floors[rows] <= (slo.ttft_s if is_prefill else slo.tpot_s)
+        return float(in_time.mean()) - slo.attainment if len(rows) else math.inf
+
+    groups = [np.flatnonzero(is_of) for is_of, _ in targets.groups(sample).values()]
+    return min(zip(slos, groups, strict=True), key=lambda group: slack(*group))
 
 
 def ms(seconds: float) -> str:

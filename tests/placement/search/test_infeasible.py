@@ -1,0 +1,65 @@
+"""Why nothing can be planned: the figure that is told is one that forbids it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from placement.build.from_offers import offers_of
+from placement.catalogs.base import PlanError
+from placement.catalogs.roofline import open_catalog
+from placement.goodput.targets import Targets
+from placement.plan import RequestClass, Slo
+from placement.search.infeasible import idle_reason, raise_if_nothing_fits, why_nothing
+from placement.search.problem import PlacementProblem, SearchLog
+from placement.workload.traffic import Traffic, with_classes
+from tests.placement.toys import ToyCatalog, alike, toy_offer
+
+CLASSES = (
+    RequestClass(name="chat", share=0.5, slo=Slo(ttft_s=0.25, tpot_s=0.02)),
+    RequestClass(name="jobs", share=0.5, slo=Slo(ttft_s=5.0, attainment=0.99)),
+)
+
+
+def problem(*classes: RequestClass, slo: Slo | None = None) -> PlacementProblem:
+    catalog = ToyCatalog()
+    traffic = Traffic(source=with_classes(alike(), classes, 0))
+    targets = Targets(slo=slo or Slo(), classes=classes)
+    return PlacementProblem(catalog=catalog, offer_of=offers_of(catalog), traffic=traffic, targets=targets)
+
+
+def test_the_step_that_forbids_a_tpot_is_that_of_a_request_which_misses_it() -> None:
+    """One in five has a long context, more than may miss the target; the mean context meets it."""
+    catalog, source = open_catalog("llama-3.1-8b", "h100-sxm"), alike(output=21)
+    is_long = np.arange(len(source)) % 5 == 0
+    source = replace(source, prompt_len=np.where(is_long, 100_000, source.prompt_len))
+    asked = replace(
+        problem(slo=Slo(tpot_s=0.02)), catalog=catalog, offer_of=offers_of(catalog), traffic=Traffic(source=source)
+    )
+    offer = asked.offer_of(catalog.degrees(1)[0], True)
+    step = "one decode step of llama-3.1-8b at batch 1 with 100,010 tokens of context (P90)"
+    assert idle_reason(asked, "decode", offer).startswith(f"TPOT 20 ms: {step} takes 34.")
+    with pytest.raises(PlanError, match=r"100,010 tokens of context \(P90\) takes 34\.\d ms"):
+        raise_if_nothing_fits(asked, [offer], SearchLog(), 1)
+
+
+def test_the_figure_is_of_the_class_that_misses_its_targets() -> None:
+    late = replace(CLASSES[1], slo=Slo(ttft_s=0.05, attainment=0.99))
+    told = idle_reason(problem(CLASSES[0], late), "prefill", toy_offer())
+    assert told == "TTFT 50 ms: a prompt of 100 tokens (P99) takes 100 ms alone on bench at TP 1"
+
+
+def test_targets_of_classes_are_the_strictest_and_none_is_infinite() -> None:
+    def told(*classes: RequestClass, slo: Slo = CLASSES[0].slo) -> str:
+        log = SearchLog()
+        log.refused["prefill TP 1"] = "it holds too little"
+        return why_nothing(problem(*classes, slo=slo), [toy_offer()], log, 4, [], [], [])
+
+    wanted = "for as many requests of each class as are to meet them but when idle"
+    assert told(*CLASSES, slo=Slo()).startswith(f"TTFT 250 ms: no prefill worker of up to 1 GPUs keeps it {wanted}")
+    assert told().startswith("TTFT 250 ms: no prefill worker of up to 1 GPUs keeps it for 90% of requests but when")
+    assert told(slo=Slo(tpot_s=0.02)).startswith(
+        "no prefill worker of up to 1 GPUs serves these requests (it holds too little); allow more GPUs"
+    )
