@@ -17,6 +17,7 @@ from typing import Any
 
 from placement.catalogs.base import PlanError
 from placement.goodput.runner import Progress, open_runner, used_cpu_s
+from placement.mixes.affordable import raise_if_all_too_dear, too_dear
 from placement.mixes.demand import rate_within, search_space
 from placement.mixes.designs import Design, Mix, Resource, all_designs
 from placement.mixes.grid import Asking, GridPoint, Limit
@@ -167,6 +168,11 @@ class Provisioner:
         return self._best_mixes(designs, rate / steps, asking, "mixes for the rate")
 
     def _within_budget(self, designs: Sequence[Design]) -> list[RatedMix]:
+        budgets = self._budgets()
+        if designs:
+            raise_if_all_too_dear(designs, budgets)
+        self.refused |= {design.name: why for design in designs if (why := too_dear(design, budgets))}
+        designs = [design for design in designs if design.name not in self.refused]
         limits = {design.name: self._limits(design) for design in designs}
         rates = {design.name: rate_within(design, limits[design.name], self.scenario) for design in designs}
         step = self.options.rate_step or _nice(max(rates.values(), default=1.0) / RATE_STEPS)

@@ -266,8 +266,11 @@ def test_bad_input_is_a_sentence() -> None:
 
     with pytest.raises(PlanError, match="the budget is infinite; give one in USD per hour, GPUs or power"):
         plan(ask(budget_usd_per_hour=math.inf))
-    with pytest.raises(PlanError, match="what the budget buys keeps the SLO at no rate"):
+    told = "budget is 0.5 USD an hour, and a machine of c takes 1; give 1 for one pool or 2 for two pools, or machines"
+    with pytest.raises(PlanError, match=told):
         plan(ask(budget_usd_per_hour=0.5))
+    with pytest.raises(PlanError, match="num_gpus is 1, and a machine of b takes 1; give 2 for two pools, or machines"):
+        plan(ask(num_gpus=1, colocated=False))
     with pytest.raises(PlanError, match="b has no price per hour"):
         plan(ask(objective="cost", rate=1.0), machines=[replace(shop()[0], usd_per_hour=0.0)])
     with pytest.raises(PlanError, match="colocated is off"):
@@ -278,6 +281,12 @@ def test_bad_input_is_a_sentence() -> None:
         SlowdownTargets(reference=Lines(), limits={"ttfb": (1, 2, 3)})
     with pytest.raises(PlanError, match=r"slowdown limits of tbt are \(1, 0, 3\)"):
         SlowdownTargets(reference=Lines(), limits={"tbt": (1, 0, 3)})
+
+
+def test_a_design_that_the_budget_holds_no_machines_of_is_not_said_to_miss_the_slo() -> None:
+    ask = PlanQuestion(slo=SLO, budget_usd_per_hour=2.5, processes=0)
+    found = plan(ask, replace(QUICK, designs=("Baseline-B", "BB")))
+    assert found.refused == {"BB": "budget is 2.5 USD an hour, and a machine for each pool takes 3.6"}
 
 
 # draws
