@@ -121,6 +121,7 @@ def _planned(
     on_first: OnFirst | None,
 ) -> Plan:
     if request.tensor_parallel is not None:
+        _check_degree(request, request.tensor_parallel, catalog)
         refusal = catalog.offer(catalog.degrees(max(request.tensor_parallel, catalog.gpus_per_node))[0])
         if isinstance(refusal, str):
             raise PlanError(refusal)
@@ -130,6 +131,27 @@ def _planned(
         _check_workers(request, catalog)
     _check_draft(request, catalog)
     return planner.plan(_question(request), catalog, requests, on_progress=on_progress, on_first=on_first)
+
+
+def _check_degree(request: PlanRequest, tp: int, catalog: Catalog) -> None:
+    """Raises PlanError for a degree that takes more GPUs than there may be."""
+    gpus = int(_most_gpus(request, catalog) + 1e-9)
+    if not 1 <= gpus < tp:
+        return
+    given, enough = f"num_gpus is {gpus}", f"num_gpus {tp}"
+    if not request.num_gpus:
+        given = f"budget is {request.budget:g} USD an hour, which pays for {gpus}"
+        enough = f"budget {tp * catalog.cost.usd_per_gpu_hour:g}"
+    raise PlanError(
+        f"tensor_parallel is {tp}, GPUs of one worker, and {given}; give {enough} or more, or tensor_parallel {gpus} "
+        "or less"
+    )
+
+
+def _most_gpus(request: PlanRequest, catalog: Catalog) -> float:
+    """0: nothing limits them."""
+    price = catalog.cost.usd_per_gpu_hour
+    return request.num_gpus or (request.budget / price if request.budget and price else 0)
 
 
 def _check_rate(rate: float, kinds: Sequence[Catalog], requests: Workload, tpot_s: float) -> None:
@@ -151,8 +173,7 @@ def _check_rate(rate: float, kinds: Sequence[Catalog], requests: Workload, tpot_
 def _check_workers(request: PlanRequest, catalog: Catalog, smallest: int = 0) -> None:
     """Raises PlanError for more GPUs than make as many of the smallest workers as one router can know. `smallest`: a
     worker's GPUs; 0: those of the catalog's smallest."""
-    price = catalog.cost.usd_per_gpu_hour
-    gpus = request.num_gpus or (request.budget / price if request.budget and price else 0)
+    gpus = _most_gpus(request, catalog)
     known = catalog.degrees(min(math.ceil(gpus), catalog.gpus_per_node * request.max_pp))
     smallest = smallest or min(
         (degrees.gpus for degrees in known if isinstance(catalog.offer(degrees), Offer)), default=0

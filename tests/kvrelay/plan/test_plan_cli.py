@@ -82,6 +82,25 @@ def test_a_tensor_parallel_degree_that_does_not_divide_the_heads() -> None:
     assert told == "TP 6 does not divide the 32 heads of llama-3.1-8b; give TP 1, 2, 4 or 8"
 
 
+def test_a_tensor_parallel_degree_of_more_gpus_than_there_are() -> None:
+    asked = (*MODEL, "--hardware", "h100-sxm", *LENGTHS, *TARGETS, "--tensor-parallel", "4")
+    mend = "or tensor_parallel 2 or less"
+    assert refused(*asked, "--num-gpus", "2") == (
+        f"tensor_parallel is 4, GPUs of one worker, and num_gpus is 2; give num_gpus 4 or more, {mend}"
+    )
+    told = refused(*asked, "--budget", "6")
+    assert "and budget is 6 USD an hour, which pays for 2; give budget " in told
+    assert told.endswith(mend)
+
+
+def test_fewer_gpus_than_a_machine_of_each_kind_has() -> None:
+    kinds = (*MODEL, "--hardware", "h100-sxm,l40s", "--num-gpus", "4")
+    assert refused(*kinds, *LENGTHS, *TARGETS) == (
+        "num_gpus is 4, and a machine of NVIDIA H100 SXM 80 GB takes 8; give 8 for one pool or 16 for two pools, or "
+        "machines of fewer GPUs (tensor_parallel)"
+    )
+
+
 def test_a_trace_with_an_empty_prompt(tmp_path: Path) -> None:
     rows = ("2023-11-16 18:15:46.68,374,44", "2023-11-16 18:15:50.00,0,12")
     told = refused(*MODEL, *GPUS, *TARGETS, *trace_of(tmp_path, *rows))
