@@ -151,8 +151,14 @@ def _wanted(asked: ChatRequest) -> Sequence[Mapping[str, Any]]:
 
 
 def _named(name: str, form: str, text: str) -> Sequence[dict[str, Any]]:
-    """The grammars of a form, the first by this name."""
+    """The grammars of a form, the first by this name. Raises InvalidRequest."""
     from engine.sampling.structured import grammar_of  # llguidance comes with it
 
-    first, *others = json.loads(grammar_of(form, text))["grammars"]
-    return [{**first, "name": name}, *others]
+    grammar = grammar_of(form, text)
+    if not grammar.lstrip().startswith("{"):  # Lark, as which all is made but a JSON Schema
+        return [{"name": name, "lark_grammar": grammar}]
+    try:
+        first, *others = json.loads(grammar)["grammars"]
+        return [{**first, "name": name}, *others]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidRequest(f"structured.{form} cannot be read: {error!r}"[:300]) from error

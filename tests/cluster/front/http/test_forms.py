@@ -142,6 +142,38 @@ def test_an_answer_of_a_form_comes_behind_thoughts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "form",
+    [
+        {"choice": ["ab", "ab}"]},
+        {"regex": "ab}?"},
+        {"grammar": 'start: "ab" "}"?'},
+        {"grammar": 'root ::= "ab" "}"?'},
+        {"grammar": '{"grammars": [{"lark_grammar": "start: /ab}?/"}]}'},
+    ],
+    ids=["choice", "regex", "lark", "gbnf", "json"],
+)
+@pytest.mark.parametrize("marks", [Marks(reasoning=THOUGHTS), Marks(tools=TOOL_MARKS[0])], ids=["thinks", "calls"])
+def test_any_form_may_have_thoughts_or_calls_beside_it(form: dict[str, Any], marks: Marks, tmp_path: Path) -> None:
+    model = Model(marks, tmp_path, are_special=True)
+    asked = asking(structured_outputs=form, **({"tools": TOOLS} if marks.tools[0] else {}))
+    found = [model.answer(asked, seed) for seed in range(12)]
+    said = ["".join(part.text for part in parts if part.kind == "said") for parts in found if not calls_of(parts)]
+    assert said
+    assert {text.strip() for text in said} <= {"ab", "ab}"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", '{"foo":1}', '{"grammars":[]}', '{"grammars":[1]}', '{"grammars":' + "[" * 10**5],
+    ids=["open", "other", "empty", "number", "deep"],
+)
+def test_a_grammar_that_is_no_json_of_one_is_refused(text: str, tmp_path: Path) -> None:
+    model = Model(Marks(reasoning=THOUGHTS), tmp_path, are_special=True)
+    with pytest.raises(InvalidRequest, match=r"structured\.grammar cannot be read"):
+        chat_form(asking(structured_outputs={"grammar": text}), model.marks, model.codec, "")
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         (
