@@ -11,6 +11,7 @@ import ssl
 from functools import partial
 from typing import Any
 
+import httptools
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -26,7 +27,8 @@ STOP_S = 1.0  # for the last bytes
 
 class _Connection(HttpToolsProtocol):
     """Aborted where its client takes nothing for `max_stall_s`, sends no headers in HEADERS_S, too many of them, or a
-    request before the last one is answered: then nobody would see that it leaves."""
+    request before the last one is answered: then nobody would see that it leaves. An upgrade that is offered (h2c, by
+    curl and Java) is passed over, as RFC 9110 7.8 has it: llhttp would take the body for the other protocol's."""
 
     def __init__(self, *args: Any, max_stall_s: float, **uvicorns: Any) -> None:
         super().__init__(*args, **uvicorns)
@@ -46,10 +48,28 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         is_idle = self.cycle is None or self.cycle.response_complete
         if is_idle and self._headers_timer is None and not self.transport.is_closing():
             self._await_headers()  # what came was no beginning of a request, and has ended uvicorn's own timer
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._parse(self._head_without_offer() + data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _head_without_offer(self) -> bytes:
+        first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        others = [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([first, *others, b"", b""])
+
+    @property
+    def _is_offered_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -68,8 +88,13 @@ class _Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._heard()
-        super().on_headers_complete()
+        if not self._is_offered_upgrade:
+            self._heard()
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._is_offered_upgrade:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._heard()  # uvicorn's own timer runs now

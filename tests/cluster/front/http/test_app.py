@@ -433,6 +433,30 @@ def posted(body: dict[str, Any]) -> bytes:
 
 
 async def test_a_client_that_asks_twice_at_once_and_leaves_cancels_both() -> None:
+@pytest.mark.parametrize("size", [1, 1000])
+async def test_an_offer_to_upgrade_is_passed_over(size: int) -> None:
+    """By bodies of two kinds, and a client that stays."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    text = json.dumps({"prompt": PROMPT, "max_tokens": 2}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n" + offer
+    told = head + b"Content-Length: %d\r\n\r\n" % len(text) + text
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(text), text)
+    async with http() as h, asyncio.timeout(10):
+        reader, writer = await raw(h, b"")
+        for data in (told, chunked, b"GET /health HTTP/1.1\r\nHost: h\r\n" + offer + b"\r\n", told):
+            for start in range(0, len(data), size):
+                writer.write(data[start : start + size])
+                await asyncio.sleep(0)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            length = re.search(rb"content-length: (\d+)", answer)
+            assert length is not None
+            await reader.readexactly(int(length[1]))
+        writer.write(b"CONNECT a:1 HTTP/1.1\r\nHost: h\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 4")
+        writer.close()
+
+
     async with http() as h:
         h.harness.decode().max_steps = 3
         _, writer = await raw(h, posted({"prompt": PROMPT, "max_tokens": 50}))
