@@ -26,7 +26,10 @@ class ChoiceAnswer:
         params: SamplingParams,
         codec: TextCodec | None,
         shown_special: frozenset[int] = frozenset(),
+        *,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
+        """`prompt_ids`: or the last of them; the text goes on from theirs."""
         self._request_id = request_id
         self._index = index
         self._text = Detokenizer(
@@ -34,6 +37,7 @@ class ChoiceAnswer:
             stop=params.stop,
             min_tokens=params.min_tokens,
             hidden=codec.special_ids - shown_special if codec is not None else None,
+            before=prompt_ids,
         )
         self.num_tokens = 0
 

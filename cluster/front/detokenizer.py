@@ -4,9 +4,10 @@ A token's way to the client, each stage holding back only what a later token cou
 
     push(ids) -> _TextStream: whole characters -> pending: no beginning of a stop string -> returned
 
-Promise: what push and finish return, joined, is `tokenizer.decode(all ids, skip_special_tokens=True)` up to the stop
-string. One exception: SentencePiece byte fallback turns a whole run of bytes into U+FFFD when one of them is invalid;
-characters of that run which were whole before the bad byte came have been sent, and stay.
+Promise: what push and finish return, joined, is what `tokenizer.decode(all ids, skip_special_tokens=True)` has behind
+the prompt, up to the stop string; half a character that the prompt ends with is not completed. One exception:
+SentencePiece byte fallback turns a whole run of bytes into U+FFFD when one of them is invalid; characters of that run
+which were whole before the bad byte came have been sent, and stay.
 
 Only backend tokenizers (Hugging Face `tokenizers`) are read; a wrapper's clean-up of spaces is not applied, since it
 changes text that has been sent.
@@ -15,6 +16,7 @@ changes text that has been sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from engine.types import InvalidRequest
@@ -41,15 +43,17 @@ class Detokenizer:
         stop: Sequence[str] = (),
         min_tokens: int = 0,
         hidden: frozenset[int] | None = None,
+        before: Sequence[int] = (),
     ) -> None:
         """`tokenizer` is a fast tokenizer of transformers or a tokenizers.Tokenizer; None: the model has none.
-        `hidden`: tokens that are left out of the text; None: the special ones, looked up here.
+        `hidden`: tokens that are left out of the text; None: the special ones, looked up here. `before`: the prompt,
+        or its end, which the text goes on from; it is not part of it.
 
         Raises InvalidRequest for stop strings without a tokenizer.
         """
         if stop and tokenizer is None:
             raise InvalidRequest(f"stop has {len(stop)} strings but the model has no tokenizer; give stop_token_ids")
-        self._stream = None if tokenizer is None else _TextStream(tokenizer, hidden)
+        self._stream = None if tokenizer is None else _TextStream(tokenizer, hidden, before)
         self._stops = tuple(stop)
         self._min_tokens = min_tokens
         self._pending = ""  # may begin a stop string
@@ -141,12 +145,16 @@ class _TextStream:
         text:    [ shown           | new | held: U+FFFD that may become a character ]
     """
 
-    def __init__(self, tokenizer: Any, hidden: frozenset[int] | None) -> None:
+    def __init__(self, tokenizer: Any, hidden: frozenset[int] | None, before: Sequence[int]) -> None:
+        """`before`: the first context. Without one a text begins: Llama 2's decoder strips a space there."""
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._special = special_ids(self._tokenizer) if hidden is None else hidden
-        self._window: list[int] = []
-        self._context_len = 0  # tokens
-        self._shown = ""
+        seen = (each for each in reversed(before) if each not in self._special)
+        self._window = [*islice(seen, _SHORT_WINDOW_TOKENS)][::-1]
+        while self._decode().endswith(_REPLACEMENT):  # a character that is cut by the window's start, or its end
+            del self._window[0]
+        self._context_len = len(self._window)  # tokens
+        self._shown = self._decode()
 
     def push(self, token_id: int) -> str:
         if token_id in self._special:

@@ -103,8 +103,11 @@ class Generation:
         self._check_id(checked.new.id)  # another one may have come while the prompt was tokenised
         submission = ending.submission = router.submit(checked.new)
         meter = Meter(submission, self._counting)
-        numbers = range(checked.params.n)
-        answers = [ChoiceAnswer(submission.id, i, checked.params, served.codec, shown_special) for i in numbers]
+        numbers, prompt_ids = range(checked.params.n), checked.new.prompt_ids
+        answers = [
+            ChoiceAnswer(submission.id, i, checked.params, served.codec, shown_special, prompt_ids=prompt_ids)
+            for i in numbers
+        ]
         running = set(numbers)
         try:
             while running:

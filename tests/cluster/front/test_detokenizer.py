@@ -148,6 +148,39 @@ def test_byte_fallback_keeps_what_was_sent_and_goes_on_after_bad_bytes(before: s
     assert rest.endswith("the router")
 
 
+# --- behind a prompt
+
+
+@every_tokenizer
+@given(prompt=TEXTS, answer=TEXTS, chunk=st.integers(1, 5))
+@example(prompt="the", answer=" router", chunk=1)
+@settings(max_examples=150, deadline=None)
+def test_an_answer_goes_on_from_its_prompt(name: str, prompt: str, answer: str, chunk: int) -> None:
+    tokenizer = TOKENIZERS[name]()
+    special = id_of(tokenizer, SPECIAL)
+    before, ids = [special, *ids_of(tokenizer, "the" + prompt), special], ids_of(tokenizer, answer)
+    detokenizer = Detokenizer(tokenizer, before=before)
+    pieces = [detokenizer.push(ids[i : i + chunk]) for i in range(0, len(ids), chunk)]
+    whole = decoded(tokenizer, before + ids)
+    assert decoded(tokenizer, before) + "".join(pieces) + detokenizer.finish() == whole
+
+
+@given(prompt=st.lists(st.integers(2, 329), max_size=30), answer=st.lists(st.integers(2, 329), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_a_byte_level_answer_is_the_same_behind_any_prompt(prompt: list[int], answer: list[int]) -> None:
+    """Half a character at the prompt's end, too, is not the answer's."""
+    tokenizer = byte_level()
+    pieces = one_by_one(Detokenizer(tokenizer, before=prompt), answer)
+    assert "".join(pieces) == decoded(tokenizer, answer)
+
+
+def test_a_stop_string_may_begin_with_the_space_behind_the_prompt() -> None:
+    tokenizer = sentencepiece_like()
+    detokenizer = Detokenizer(tokenizer, stop=(" the",), before=ids_of(tokenizer, "the"))
+    assert "".join(one_by_one(detokenizer, ids_of(tokenizer, "the router"))) == ""
+    assert detokenizer.stop_string == " the"
+
+
 # --- one token at a time
 
 

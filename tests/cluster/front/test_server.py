@@ -41,7 +41,8 @@ def words() -> TextCodec:
 
 
 def text_of(ids: list[int]) -> str:
-    return " ".join(f"w{i}" for i in ids)
+    """Of an answer, which goes on from a prompt."""
+    return "".join(f" w{i}" for i in ids)
 
 
 def said(text: str, **sampling: object) -> generate_pb2.GenerateRequest:
@@ -88,9 +89,9 @@ async def test_the_token_that_ends_a_sequence_is_no_text() -> None:
 
     async with serving(codec=words(), worker={"script": script}) as h:
         answer = await h.generate.GenerateOnce(said("w5", max_tokens=9))
-        assert (answer.choices[0].text, list(answer.choices[0].token_ids)) == ("w50 w51", [50, 51, EOS])
+        assert (answer.choices[0].text, list(answer.choices[0].token_ids)) == (" w50 w51", [50, 51, EOS])
         stopped = await h.generate.GenerateOnce(said("w5", max_tokens=9, stop_token_ids=[51]))
-        assert (stopped.choices[0].text, list(stopped.choices[0].token_ids)) == ("w50", [50, 51])
+        assert (stopped.choices[0].text, list(stopped.choices[0].token_ids)) == (" w50", [50, 51])
 
 
 async def test_log_probabilities_pass_through_one_for_each_token() -> None:

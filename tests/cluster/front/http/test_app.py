@@ -20,7 +20,8 @@ PROMPT = [5, 6, 7]
 
 
 def text_of(ids: list[int]) -> str:
-    return " ".join(f"w{i}" for i in ids)
+    """Of an answer, which goes on from a prompt."""
+    return "".join(f" w{i}" for i in ids)
 
 
 # completions
@@ -432,7 +433,6 @@ def posted(body: dict[str, Any]) -> bytes:
     return head.encode() + b"\r\n\r\n" + text
 
 
-async def test_a_client_that_asks_twice_at_once_and_leaves_cancels_both() -> None:
 @pytest.mark.parametrize("size", [1, 1000])
 async def test_an_offer_to_upgrade_is_passed_over(size: int) -> None:
     """By bodies of two kinds, and a client that stays."""
@@ -457,6 +457,7 @@ async def test_an_offer_to_upgrade_is_passed_over(size: int) -> None:
         writer.close()
 
 
+async def test_a_client_that_asks_twice_at_once_and_leaves_cancels_both() -> None:
     async with http() as h:
         h.harness.decode().max_steps = 3
         _, writer = await raw(h, posted({"prompt": PROMPT, "max_tokens": 50}))
