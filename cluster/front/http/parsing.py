@@ -160,10 +160,10 @@ def calls_of(body: str, texts: frozenset[tuple[str, str]] = frozenset()) -> list
     """None if it cannot be read whole."""
     if len(body) > MOST_CHARS:
         return []
-    if body.lstrip().startswith("<function=") and "</function>" in body:
-        found = [(name.strip(), inner) for name, inner in FUNCTION.findall(body)]
-        return [ToolCall(name, _xml_arguments(name, inner, texts)) for name, inner in found]
     try:
+        if body.lstrip().startswith("<function=") and "</function>" in body:
+            found = [(name.strip(), inner) for name, inner in FUNCTION.findall(body)]
+            return [ToolCall(name, _xml_arguments(name, inner, texts)) for name, inner in found]
         return [_call(read) for read in _objects(body)]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
@@ -172,12 +172,29 @@ def calls_of(body: str, texts: frozenset[tuple[str, str]] = frozenset()) -> list
 def _xml_arguments(function: str, inner: str, texts: frozenset[tuple[str, str]]) -> str:
     given = [(name.strip(), text) for name, text in PARAMETER.findall(inner)]
     read = {name: text if (function, name) in texts else _value(text) for name, text in given}
-    return json.dumps(read, ensure_ascii=False)
+    return _json(read)
+
+
+def _json(value: Any) -> str:
+    """Raises ValueError for a number that JSON cannot have: 1e999 is read as infinite."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if _is_text(text) else json.dumps(value, allow_nan=False)
+
+
+def _is_text(text: str) -> bool:
+    """No half of a surrogate pair is in it, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_refuse)
+        _json(value)
+        return value
     except (ValueError, RecursionError):
         return text
 
@@ -204,4 +221,7 @@ def _call(read: Any) -> ToolCall:
     name = read["name"]
     if not isinstance(name, str):
         raise TypeError("a name is text")
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    call = ToolCall(name, arguments if isinstance(arguments, str) else _json(arguments))
+    if not _is_text(call.name + call.arguments):
+        raise ValueError("a call is told in UTF-8")
+    return call

@@ -55,6 +55,25 @@ CASES = [
         '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>',
         [("said", "x"), ("called", 'f({"a": 1})'), ("called", "g({})")],
     ),
+    (
+        HERMES,
+        r'<tool_call>{"name": "f", "arguments": {"é": "\ud800"}}</tool_call>',
+        [("called", r'f({"\u00e9": "\ud800"})')],
+    ),
+    *(
+        (HERMES, text, [("said", text)])
+        for text in (
+            r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>',
+            r'<tool_call>{"name": "f", "arguments": "\ud800"}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        )
+    ),
+    (
+        HERMES,
+        '<tool_call><function=f><parameter=a>"\\ud800"</parameter></function></tool_call>'
+        "<tool_call><function=f><parameter=a>[1e999]</parameter></function></tool_call>",
+        [("called", r'f({"a": "\ud800"})'), ("called", 'f({"a": "[1e999]"})')],
+    ),
     (HERMES, "<tool_call>no call</tool_call>y", [("said", "<tool_call>no call</tool_call>y")]),
     (HERMES, '<tool_call>{"name": "f"', [("said", '<tool_call>{"name": "f"')]),
     (
