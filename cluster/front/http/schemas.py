@@ -25,6 +25,7 @@ TokenIds = Annotated[
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 MAX_MESSAGES = 8192
 MAX_PROMPTS = 128  # in one request
+MAX_CHOICES = 896  # of all its prompts: what one token may have waiting in an idle router, by default
 UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "audio": (None,),
     "chat_template": (None,),
@@ -296,6 +297,9 @@ class CompletionRequest(Sampled):
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             return [prompts]
         if not 0 < len(prompts) <= MAX_PROMPTS:
+        if (num_prompts := len(self.prompts())) * self.num_choices > MAX_CHOICES:
+            most = MAX_CHOICES // num_prompts
+            raise InvalidRequest(f"n is {self.num_choices} with {num_prompts} prompts; give at most {most}")
             raise InvalidRequest(f"prompt has {len(prompts)} prompts; give 1 to {MAX_PROMPTS}")
         return list(prompts)
 

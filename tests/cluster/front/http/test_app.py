@@ -261,6 +261,7 @@ async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
         ({"prompt": "w5", "n": 2**31 - 1}, "n is 2147483647; give a whole number of 1 to 64"),
         (
             {"prompt": "w5", "slo_ttft_ms": -1},
+        ({"prompt": ["w5"] * 128, "n": 64}, "n is 64 with 128 prompts; give at most 7"),
             "slo_ttft_ms is -1; give milliseconds above 0, or 0 for the router's own target",
         ),
     ],
