@@ -216,4 +216,5 @@ def _tell_failures(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def ours(_: Request, error: Any) -> Response:
-        return errors.answer(500, errors.body_of("the router has failed; its log says how", "server_error"))
+        body = errors.body_of("the router has failed; its log says how", "server_error")
+        return errors.answer(500, body, {"Connection": "close"})  # uvicorn closes it: the error is raised once more

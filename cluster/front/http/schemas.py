@@ -232,14 +232,21 @@ def _formatted(given: ResponseFormat | None) -> Iterator[generate_pb2.Structured
     elif given.json_schema is None or given.json_schema.schema_ is None:
         raise InvalidRequest("response_format is json_schema without a schema; give it as json_schema.schema")
     else:
-        yield generate_pb2.StructuredOutput(json_schema=json.dumps(given.json_schema.schema_))
+        yield generate_pb2.StructuredOutput(json_schema=_schema(given.json_schema.schema_))
+
+
+def _schema(given: dict[str, Any] | bool) -> str:
+    try:
+        return json.dumps(given)
+    except RecursionError as error:
+        raise InvalidRequest("the answer's JSON Schema is nested too deep; give a flatter one") from error
 
 
 def _structured(given: StructuredOutputs | None) -> Iterator[generate_pb2.StructuredOutput]:
     if given is None:
         return
     if given.json_ is not None:
-        text = given.json_ if isinstance(given.json_, str) else json.dumps(given.json_)
+        text = given.json_ if isinstance(given.json_, str) else _schema(given.json_)
         yield generate_pb2.StructuredOutput(json_schema=text)
     if given.json_object:
         yield generate_pb2.StructuredOutput(json_object=True)
@@ -290,6 +297,9 @@ class CompletionRequest(Sampled):
             raise InvalidRequest(
                 f"prompt_logprobs is {self.prompt_logprobs} with echo; leave it out, logprobs says both"
             )
+        if (num_prompts := len(self.prompts())) * self.num_choices > MAX_CHOICES:
+            most = MAX_CHOICES // num_prompts
+            raise InvalidRequest(f"n is {self.num_choices} with {num_prompts} prompts; give at most {most}")
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Raises InvalidRequest where there is none, or too many."""
@@ -297,9 +307,6 @@ class CompletionRequest(Sampled):
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             return [prompts]
         if not 0 < len(prompts) <= MAX_PROMPTS:
-        if (num_prompts := len(self.prompts())) * self.num_choices > MAX_CHOICES:
-            most = MAX_CHOICES // num_prompts
-            raise InvalidRequest(f"n is {self.num_choices} with {num_prompts} prompts; give at most {most}")
             raise InvalidRequest(f"prompt has {len(prompts)} prompts; give 1 to {MAX_PROMPTS}")
         return list(prompts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +13,9 @@ import openai
 import pytest
 
 from cluster.front.http import listening
+from cluster.front.http.chat import ChatTemplates
+from cluster.front.http.schemas import CompletionRequest
+from engine.types import InvalidRequest
 from tests.cluster.front.http.harness import MARKS, Http, http, words
 from tests.cluster.harness import request
 from tests.fakes import EOS, VOCAB, scripted_tokens
@@ -257,11 +261,11 @@ async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
         ),
         ({"prompt": [VOCAB]}, f"the prompt has token id {VOCAB}; the model's ids go from 0 to {VOCAB - 1}"),
         ({"prompt": "w5 " * 600}, "the prompt is 600 tokens; the model takes 512 with the output, so give at most 511"),
+        ({"prompt": ["w5"] * 128, "n": 64}, "n is 64 with 128 prompts; give at most 7"),
         ({"prompt": "w5", "n": 0}, "n is 0; give a whole number of 1 to 64"),
         ({"prompt": "w5", "n": 2**31 - 1}, "n is 2147483647; give a whole number of 1 to 64"),
         (
             {"prompt": "w5", "slo_ttft_ms": -1},
-        ({"prompt": ["w5"] * 128, "n": 64}, "n is 64 with 128 prompts; give at most 7"),
             "slo_ttft_ms is -1; give milliseconds above 0, or 0 for the router's own target",
         ),
     ],
@@ -273,6 +277,29 @@ async def test_a_mistake_is_one_sentence(body: dict[str, Any], message: str) -> 
         assert answer["error"]["type"] == "invalid_request_error"
         assert (await h.post("/v1/completions", **body, stream=True))[0] == 400
         assert (await h.post("/v1/completions", prompt="w5", max_tokens=1))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda schema: {"structured_outputs": {"json": schema}},
+        lambda schema: {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+    ],
+)
+def test_a_schema_that_is_nested_too_deep_is_refused(form: Callable[[Any], dict[str, Any]]) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(3000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequest, match="nested too deep"):
+        CompletionRequest(prompt="w5", **form(schema)).form()
+
+
+async def test_after_a_failure_of_ours_the_connection_is_said_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatTemplates, "of", lambda *_: 1 / 0)
+    async with http(codec=words()) as h:
+        answer = await h.raw.post("/tokenize", json={"messages": [{"role": "user", "content": "w5"}]})
+        assert (answer.status_code, answer.headers["connection"]) == (500, "close")
+        assert (await h.raw.get("/health")).status_code == 200
 
 
 async def test_what_is_no_json_is_refused() -> None:
