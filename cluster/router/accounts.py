@@ -155,7 +155,7 @@ class RoutedRequest:
     refused_by: frozenset[str] = frozenset()  # decode workers that it could not move to
     rests_until_s: float = 0.0  # before which it does not move
     left: str = ""  # the decode worker that it has moved from, whose last tokens may not have come yet
-    stalled_at: dict[str, int] | None = None  # by decode worker, the pages free there when it let the handoff wait
+    stays_away: dict[str, float] | None = None  # from decode workers that let its handoff wait, until when
 
     def at(self, phase: str) -> str:
         """The worker that computes it."""

@@ -200,9 +200,8 @@ class Placing:
         if request.shape.pair is not None:
             return None
         shunned = {**self._health.shunned(request.past, DECODE, now, request.prefill), request.prefill: BARRED}
-        for name, free_pages in (request.stalled_at or {}).items():
-            account = self._decode.accounts.get(name)
-            if account is not None and account.free_pages <= free_pages:
+        for name, until_s in (request.stays_away or {}).items():
+            if now < until_s:
                 shunned[name] = BARRED
         better = self._decode.with_pages(request.shape, request.pages, request.decode, shunned)
         if better is None or self._health.is_broken_pair(request.prefill, better.view.name, now):

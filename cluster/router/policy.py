@@ -277,20 +277,18 @@ class RouterPolicy:
         return self._give_up(request_id, _not_ready(self.missing_phase))
 
     def reassign(self, request_id: str, stalled: str, now: float) -> str | None:
-        """Another decode worker that has pages now, to which the request then belongs; None if there is none. One that
-        has let it wait before must have more free than it had then: what it promises to others it does not tell."""
+        """Another decode worker that has pages now, to which the request then belongs; None if there is none. Not one
+        that has let it wait lately: what it keeps for others it does not tell, and each stands at the end of its queue
+        who comes back."""
         request = self._requests.get(request_id)
         if request is None or request.decode != stalled or request.is_handed_off or request.is_passing:
             return None
         if request.decode == request.prefill:  # it reads on there what another has begun, and waits for no handoff
             return None
-        if (account := self._workers.decode.accounts.get(stalled)) is not None:
-            request.stalled_at = {stalled: account.free_pages + request.pages, **(request.stalled_at or {})}
         better = self._workers.placing.elsewhere(request, now)
         if better is None:
             return None
-        if request.stalled_at:
-            request.stalled_at.pop(better.view.name, None)
+        request.stays_away = {**(request.stays_away or {}), stalled: now + REST_S}
         self._workers.move(request, better, now)
         return request.decode
 
