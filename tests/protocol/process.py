@@ -22,6 +22,7 @@ from kvrelay.v1 import worker_pb2 as pb
 from tests.protocol.setting import PAGE_SIZE, VOCAB_SIZE, next_token, stamp
 from worker.driver import Worker
 from worker.options import WorkerOptions, worker_options
+from worker.role_change import RoleChange
 from worker.roles import kind_of
 from worker.steps.times import StepTimes
 from worker.streams.router_link import RouterLink
@@ -123,6 +124,7 @@ class Process(Worker[Any]):
         self.clock: Any = SimpleNamespace(lag_s=0.0, num_tasks=0)
         self._watched: Any = SimpleNamespace(age_s=0.0, times=StepTimes())
         self.faults = None
+        self._change = RoleChange(self)
         self.is_draining = self.is_stopping = False
         self.is_alive = True
         self.is_awake = False

@@ -102,7 +102,9 @@ async def test_who_has_written_an_answer_reads_what_goes_on_from_it(model_dir: M
         assert answers[1].timeline is not None
         router = cluster.routers[0].router
         writer = router.policy.workers.prefill.accounts[answers[1].timeline.decode_worker]
-        await until(lambda: len(writer.prefixes) > 3, "the router is told of the answer's pages")
+        pages = cluster.mixed[0].page_hashes(said)
+        assert len(pages) == 5
+        await until(lambda: writer.prefixes.keys() >= {*pages}, "the router is told of the answer's pages")
         again = await client.generate([*said, 5, 6, 7], **ask)
         assert again.timeline is not None
         assert again.usage is not None
