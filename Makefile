@@ -22,6 +22,7 @@ demo: $(STAMP)  ## a small cluster on this computer's CPU: real requests, TTFT a
 	$(BIN)/python -m kvrelay.demo
 
 test: check  ## everything
+	$(BIN)/python -c 'from placement.compiled.build import compiled_folder; compiled_folder()'  # no test waits for it
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not unit and not alone'
 	$(BIN)/python -m pytest -m alone
 
