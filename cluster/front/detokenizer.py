@@ -151,10 +151,10 @@ class _TextStream:
         self._special = special_ids(self._tokenizer) if hidden is None else hidden
         seen = (each for each in reversed(before) if each not in self._special)
         self._window = [*islice(seen, _SHORT_WINDOW_TOKENS)][::-1]
-        while self._decode().endswith(_REPLACEMENT):  # a character that is cut by the window's start, or its end
+        while (text := self._decode()).endswith(_REPLACEMENT):  # a character that is cut by the window's start, or end
             del self._window[0]
         self._context_len = len(self._window)  # tokens
-        self._shown = self._decode()
+        self._shown = text
 
     def push(self, token_id: int) -> str:
         if token_id in self._special:
