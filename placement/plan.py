@@ -94,6 +94,11 @@ class Candidate:
         """That its workers run ahead of a request, at most; 0: a step makes a token."""
         return max(pool.num_speculative_tokens for pool in self.pools)
 
+    def one_of(self, copies: int) -> Candidate:
+        """Of so many clusters as it is run as, which are alike."""
+        pools = (replace(pool, replicas=pool.replicas // copies) for pool in self.pools)
+        return replace(self, pools=tuple(pools))
+
     @property
     def is_served(self) -> bool:
         """`kvrelay up` can run it."""
@@ -155,8 +160,7 @@ class Goodput:
     @property
     def one_cluster(self) -> Candidate:
         """Of those that it is run as."""
-        pools = (replace(pool, replicas=pool.replicas // self.copies) for pool in self.candidate.pools)
-        return replace(self.candidate, pools=tuple(pools))
+        return self.candidate.one_of(self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

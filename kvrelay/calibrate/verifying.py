@@ -128,7 +128,7 @@ def of_plan(path: Path, changed: Mapping[str, Any], targets_s: Mapping[str, floa
     plan = _read_plan(path)
     try:
         request, copies = request_of(plan["asked"]), int(plan["chosen"].get("copies", 1))
-        candidate = _candidate(plan["chosen"]["candidate"], copies)
+        candidate = _candidate(plan["chosen"]["candidate"]).one_of(copies)
         slo = Slo(**{key: math.inf if value is None else value for key, value in plan["slo"].items()})
         rate = float(plan["at_rate"]["rate"]) / copies
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -170,13 +170,11 @@ def _read_plan(path: Path) -> Mapping[str, Any]:
     return plan
 
 
-def _candidate(plain: Mapping[str, Any], copies: int) -> Candidate:
-    """One of the clusters that it is run as."""
+def _candidate(plain: Mapping[str, Any]) -> Candidate:
     from placement.catalogs.base import Degrees
 
-    pools = [PoolPlan(**{**pool, "degrees": Degrees(**pool["degrees"])}) for pool in plain["pools"]]
-    one = tuple(replace(pool, replicas=pool.replicas // copies) for pool in pools)
-    return Candidate(pools=one, design=plain.get("design", ""))
+    pools = tuple(PoolPlan(**{**pool, "degrees": Degrees(**pool["degrees"])}) for pool in plain["pools"])
+    return Candidate(pools=pools, design=plain.get("design", ""))
 
 
 def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:

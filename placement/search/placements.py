@@ -55,8 +55,8 @@ def with_candidate(placement: Placement, candidate: Candidate) -> Placement:
 
 def system_of(placement: Placement, offer_of: OfferOf, slo: Slo) -> System:
     """One copy of it."""
-    pools = tuple(replace(pool, replicas=pool.replicas // placement.copies) for pool in placement.candidate.pools)
-    return assemble(replace(placement.candidate, pools=pools), offer_of, within_node=placement.within_node, slo=slo)
+    one = placement.candidate.one_of(placement.copies)
+    return assemble(one, offer_of, within_node=placement.within_node, slo=slo)
 
 
 def goodput_problem(
