@@ -65,7 +65,7 @@ def cores(plans: Sequence[WorkerPlan], have: int) -> Finding:
 
 
 def _weight_bytes(served: ClusterSpec | ModelSpec) -> int:
-    return int(load_shape(served.model).as_served().with_dtype(served.dtype).weight_bytes)
+    return int(load_shape(served.model).with_dtype(served.dtype).weight_bytes)
 
 
 def memory(spec: ClusterSpec, free: FreeMemory) -> Finding:

@@ -63,8 +63,7 @@ def _shape(request: PlanRequest) -> ModelShape:
     if not request.profile:
         return load_shape(request.model or "").as_served()
     measured = read_profile(request.profile[0]).model
-    shape = load_shape(request.model or str(measured.get("name"))).as_served()
-    return shape.with_dtype(str(measured.get("dtype", "auto")))
+    return load_shape(request.model or str(measured.get("name"))).with_dtype(str(measured.get("dtype", "auto")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,7 @@ def _model_and_shape(request: PlanRequest, dtype: str) -> tuple[str, ModelShape 
     """What workers load, and its shape as they have it; None where no config tells."""
     model = _loaded_model(request)
     try:
-        return model, load_shape(request.model or model).as_served().with_dtype(dtype)
+        return model, load_shape(request.model or model).with_dtype(dtype)
     except PlanError:
         return model, None
 

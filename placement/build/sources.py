@@ -32,8 +32,7 @@ def degrees_of(pool: PoolSpec) -> Degrees:
 
 def shape_in(pool: PoolSpec, spec: ClusterSpec, shape: ModelShape) -> ModelShape:
     """The model as the pool's workers have it, its KV and its weights in few bits where the spec says so."""
-    shape = shape.as_served().with_dtype(spec.dtype)
-    shape = replace(shape, kv_dtype=KV_DTYPES.get(pool.kv_dtype, shape.kv_dtype))
+    shape = replace(shape.with_dtype(spec.dtype), kv_dtype=KV_DTYPES.get(pool.kv_dtype, shape.kv_dtype))
     return replace(shape, weight_bits=8.0, quantisation="int8") if spec.quantization == "int8" else shape
 
 

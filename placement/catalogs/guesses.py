@@ -98,7 +98,7 @@ def guesses_by(model: str, num_tokens: int, acceptance: float, target: ModelShap
 
 def _draft(model: str, target: ModelShape) -> ModelShape:
     try:
-        shape = load_shape(model).as_served().with_dtype(target.dtype)
+        shape = load_shape(model).with_dtype(target.dtype)
     except PlanError as error:
         raise PlanError(f"speculative_{error}" if str(error).startswith("model ") else str(error)) from None
     if shape.vocab != target.vocab:

@@ -158,18 +158,17 @@ class ModelShape:
         return 2.0 * self.heads * (self.k_dim + self.v_dim) * pairs
 
     def as_served(self) -> ModelShape:
-        """A quantised checkpoint is served as its weights in full width (engine/weights/loader.py)."""
-        return replace(self, weight_bits=8 * self.dtype_bytes, quantisation="", compute_dtype=self.dtype)
+        """In the checkpoint's own dtype."""
+        return self.with_dtype(self.dtype)
 
     def with_dtype(self, dtype: str) -> ModelShape:
-        """Served in another dtype: `auto` keeps it, and makes bfloat16 of float16."""
+        """Served in another dtype: `auto` keeps it, and makes bfloat16 of float16. A quantised checkpoint is served as
+        its weights in full width (engine/weights/loader.py)."""
         if dtype == "auto":
             dtype = "bfloat16" if self.dtype == "float16" else self.dtype
         if dtype not in DTYPE_BYTES:
             raise PlanError(f"dtype is {dtype!r}; give one of auto, {', '.join(DTYPE_BYTES)}")
-        if self.quantisation:
-            return replace(self, dtype=dtype)
-        return replace(self, dtype=dtype, compute_dtype=dtype, weight_bits=8 * DTYPE_BYTES[dtype])
+        return replace(self, dtype=dtype, compute_dtype=dtype, weight_bits=8 * DTYPE_BYTES[dtype], quantisation="")
 
 
 def _pairs(length: int, context: int) -> float:
