@@ -156,6 +156,12 @@ class RoutedRequest:
     rests_until_s: float = 0.0  # before which it does not move
     left: str = ""  # the decode worker that it has moved from, whose last tokens may not have come yet
     stays_away: dict[str, float] | None = None  # from decode workers that let its handoff wait, until when
+    link: tuple[str, str] | None = None  # from whom and to whom its KV is on its way, where that is counted
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens whose KV is handed over."""
+        return self.shape.held_len(self.shape.prompt_len)
 
     def at(self, phase: str) -> str:
         """The worker that computes it."""

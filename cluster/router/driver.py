@@ -467,11 +467,11 @@ class Router:
                 if live.receipt is None and event.HasField("receipt"):
                     live.receipt = event.receipt
                 if not live.has_moved:
-                    self._on_handed_off(live, link.name)
+                    self._on_handed_off(live, link.name, event)
             case pb.EVENT_KIND_HANDED_OFF if not live.has_moved:
                 if event.HasField("receipt") and not live.has_passed:
                     live.receipt = event.receipt
-                self._on_handed_off(live, event.decode_worker or live.decode)
+                self._on_handed_off(live, event.decode_worker or live.decode, event)
             case pb.EVENT_KIND_MOVED if not live.is_handed_off:
                 self._on_passed(live, link.name, event, at_s)
             case pb.EVENT_KIND_MOVED:
@@ -484,10 +484,11 @@ class Router:
             case pb.EVENT_KIND_DECODE_STARTED:
                 live.timeline.enter("decode", at_s, link.name)
 
-    def _on_handed_off(self, live: LiveRequest, holder: str) -> None:
+    def _on_handed_off(self, live: LiveRequest, holder: str, event: pb.RequestEvent) -> None:
         """A reassignment can have come too late, and who holds the KV may be lost by now."""
         live.decode, live.is_handed_off = holder, True
-        retry = self.policy.on_handed_off(live.wire_id, holder, self._clock())
+        moved, taken_s = self._served.tokens_in(event.receipt.pages), event.receipt.transfer_s
+        retry = self.policy.on_handed_off(live.wire_id, holder, self._clock(), num_tokens=moved, taken_s=taken_s)
         if retry is not None:
             self._dispatcher.retry(live, retry)
 

@@ -16,6 +16,7 @@ from cluster.router.accounts import DecodeAccount, Past, PrefillAccount, Request
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.decisions import Seen
+from cluster.router.handoffs import Handoffs
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.health.shunned import BARRED, BROKEN
@@ -55,11 +56,17 @@ class Unplaced:
 
 class Placing:
     def __init__(
-        self, prefill: PrefillCandidates, decode: DecodeCandidates, health: Health, options: RouterOptions
+        self,
+        prefill: PrefillCandidates,
+        decode: DecodeCandidates,
+        health: Health,
+        handoffs: Handoffs,
+        options: RouterOptions,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._health = health
+        self._handoffs = handoffs
         self.take_options(options)
 
     def take_options(self, options: RouterOptions) -> None:
@@ -157,6 +164,7 @@ class Placing:
             [account for account in prefills if not self._backlog(account, shape)],
             self._decode.few(shape, self._health.shunned(past, DECODE, now)),
             lambda prefill, decode: self._health.is_broken_pair(prefill, decode, now),
+            self._handoffs,
         )
         if best is None:
             return None

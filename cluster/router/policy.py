@@ -416,19 +416,23 @@ class RouterPolicy:
         self.health.on_passed(request)
         request.past = replace(request.past, died_in="")
 
-    def on_handed_off(self, request_id: str, decode: str, now: float) -> Retry | None:
+    def on_handed_off(
+        self, request_id: str, decode: str, now: float, *, num_tokens: int = 0, taken_s: float = 0.0
+    ) -> Retry | None:
         """`decode` holds its KV. It may be another than was named last: a reassignment can come too late. Returns what
-        becomes of the request if that worker is lost by now."""
+        becomes of the request if that worker is lost by now. So many tokens' was moved, in so long, by its receipt."""
         request = self._requests.get(request_id)
         if request is None:
             return None
-        request.is_handed_off = True
+        is_news, request.is_handed_off = not request.is_handed_off, True
         self.health.on_pair_works(request.prefill, decode)
         holder = self._workers.decode.accounts.get(decode)
         if holder is None:
             self._forget(request_id)
             reason = f"{decode} was lost after it had taken the KV"
             return retry_lost(request_id, request.past, reason, now)
+        if is_news:
+            self._workers.on_handed_off(request, holder, num_tokens, taken_s)
         if decode != request.decode:
             self._workers.move(request, holder, now)
             request.is_held |= request.past.died_in == DECODE

@@ -10,6 +10,9 @@ that this router has sent there, too; nor are prompts read beside such answers t
 Where an engine has pipeline stages, the costs are of a pass through all of them, and a pass is in each: what waits goes
 by that many times as fast, and each pass holds its share of the answers.
 
+An answer that is not written where its prompt is read waits for what the reading does not hide of the handoff, and
+that for those before it (handoffs.py).
+
 It looks and changes nothing.
 """
 
@@ -17,9 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, RequestShape
+from cluster.router.handoffs import NO_WAIT, Handoffs
 
 USED = 0.9  # of a target, that a prediction may take
 OUTPUT_TOKENS = 128  # of an answer, whose length nobody knows
@@ -52,6 +56,7 @@ class Part:
     takes_s: float
     is_kept: bool
     cost_s: float
+    own_s: float = 0.0  # of takes_s the last, in which the prompt itself is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ def best_predicted(
     prefills: Sequence[PrefillAccount],
     decodes: Sequence[DecodeAccount],
     is_broken: Callable[[str, str], bool],
+    handoffs: Handoffs,
 ) -> Predicted | None:
     """Of all pairs that are not broken. None where there is none, or the costs of a worker are not known yet."""
     reports = [account.report for account in prefills] + [account.report for account in decodes]
@@ -85,15 +91,46 @@ def best_predicted(
     others = sorted(written, key=lambda name: (not written[name][1].is_kept, written[name][1].cost_s, name))
     best: Predicted | None = None
     for prefill in prefills:
-        name = prefill.view.name
-        read = _read(prefill, shape, target, waited_s)
-        elsewhere = [other for other in others if other != name and not is_broken(name, other)][:1]
-        for other in (name, *elsewhere) if name in written else elsewhere:
+        name, read = prefill.view.name, _read(prefill, shape, target, waited_s)
+        if name in written:
+            best = _better(best, Predicted(prefill, written[name][0], read, written[name][1]))
+        is_kept: bool | None = None
+        for other in others:
+            if other == name or is_broken(name, other):
+                continue
             decode, part = written[other]
-            predicted = Predicted(prefill, decode, read, part)
-            if best is None or predicted.rank < best.rank:
-                best = predicted
+            is_kept = part.is_kept if is_kept is None else is_kept
+            free = Predicted(prefill, decode, read, part)
+            if part.is_kept != is_kept or _better(best, free) is not free:
+                break  # all that follow are worse, however fast their links
+            handed = _handed_over(free, shape, target, waited_s, handoffs)
+            best = _better(best, handed)
+            if handed is free:
+                break
     return best
+
+
+def _better(best: Predicted | None, other: Predicted) -> Predicted:
+    return other if best is None or other.rank < best.rank else best
+
+
+def _handed_over(
+    predicted: Predicted, shape: RequestShape, target: Target, waited_s: float, handoffs: Handoffs
+) -> Predicted:
+    """With what the handoff adds to it: to each token of the answer its share of the wait."""
+    read, written = predicted.read, predicted.written
+    wait = handoffs.wait(
+        predicted.prefill.view.name,
+        predicted.decode.view.name,
+        shape.held_len(shape.prompt_len),
+        read_in_s=read.takes_s - waited_s,
+        own_s=read.own_s,
+    )
+    if wait is NO_WAIT:
+        return predicted
+    takes_s = written.takes_s + wait.exposed_s / max(1, min(OUTPUT_TOKENS, shape.max_tokens))
+    is_kept = written.is_kept and takes_s < (USED * target.tpot_s or math.inf)
+    return replace(predicted, written=Part(takes_s, is_kept, written.cost_s + wait.cost_s))
 
 
 def read_s(account: PrefillAccount, shape: RequestShape) -> float:
@@ -151,7 +188,8 @@ def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s
         share = min(view.chunk_tokens, tokens / OUTPUT_TOKENS)
         is_kept = is_kept and _step_s(beside, share, batch, 0) < USED * beside.tightest_s
     longer_s = costs.prompt_token_s * own / view.num_stages
-    return Part(takes_s, is_kept, longer_s * (1 + len(account.waiting) + batch))
+    cost_s = longer_s * (1 + len(account.waiting) + batch)
+    return Part(takes_s, is_kept, cost_s, own_s=(takes_s - waited_s) * own / tokens)
 
 
 def _written(account: DecodeAccount, shape: RequestShape, target: Target) -> Part:

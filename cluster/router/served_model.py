@@ -45,7 +45,10 @@ class ServedModel:
 
     def most_held(self, policy: KvPolicy) -> int:
         """Tokens of a request with this policy whose KV is held where it is decoded."""
-        return most_kept_pages(policy, self._page_size) * self._page_size
+        return self.tokens_in(most_kept_pages(policy, self._page_size))
+
+    def tokens_in(self, num_pages: int) -> int:
+        return num_pages * self._page_size
 
 
 def _named(model: generate_pb2.GetModelInfoResponse) -> str:

@@ -77,8 +77,7 @@ def test_a_prompt_that_is_cached_is_read_where_it_is_cached() -> None:
 
 
 def test_an_answer_goes_where_its_steps_are_short_enough() -> None:
-    reading = {"prompt_share": 500.0, "num_running": 2, "available_pages": PAGES - 128}  # each step 10 ms longer
-    slow = policy_with("m0", "d0", m0=reading, d0=BUSY)
+    slow = policy_with("m0", "d0", m0=READING, d0=BUSY)
     assert placed(slow, shape()) == ("m0", "d0")
     assert placed(slow, shape("b", slo_tpot_s=0.1)) == ("m0", "m0")  # this one minds less
 
@@ -105,6 +104,60 @@ def test_who_waits_without_end_keeps_no_target() -> None:
     cached = {**BUSY, "pages": PageNews(found=tuple(hashes))}
     policy = policy_with("m0", "m1", options=only, chunk_tokens=0, m0=cached)
     assert placed(policy, shape(page_hashes=hashes))[0] == "m1"
+
+
+def handed_over(policy: RouterPolicy, pair: tuple[str, str], token_s: float, tokens: int = 1000) -> None:
+    """One whose receipt says that each token took so long; it ends."""
+    assert placed(policy, shape("earlier", tokens, pair=pair)) == pair
+    policy.on_first_token("earlier", 1.0)
+    policy.on_handed_off("earlier", pair[1], 1.0, num_tokens=tokens, taken_s=token_s * tokens)
+    policy.check_invariants()
+    policy.on_finished("earlier")
+
+
+READING = {"prompt_share": 500.0, "num_running": 2, "available_pages": PAGES - 128}  # each step 10 ms longer
+SLOW_LINK_S = 2e-3  # for a token: 2 s for a prompt of 1000, 16 ms for each of 128 tokens after it
+
+
+def test_an_answer_stays_where_the_handoff_would_make_it_later_than_the_steps_there() -> None:
+    policy = policy_with("m0", "d0", m0=READING, d0=BUSY)
+    handed_over(policy, ("m0", "d0"), 1e-6)
+    assert placed(policy, shape("a")) == ("m0", "d0")
+    policy = policy_with("m0", "d0", m0=READING, d0=BUSY)
+    handed_over(policy, ("m0", "d0"), SLOW_LINK_S)
+    assert placed(policy, shape("a")) == ("m0", "m0")
+
+
+def test_a_link_that_is_full_is_avoided_until_it_is_empty() -> None:
+    policy = policy_with("m0", "d0", m0=READING, d0=BUSY)
+    handed_over(policy, ("m0", "d0"), 1e-5)
+    assert placed(policy, shape("a", 90_000, pair=("m0", "d0"))) == ("m0", "d0")
+    policy.on_first_token("a", 1.0)
+    assert placed(policy, shape("b")) == ("m0", "m0"), "it would wait for the 0.9 s of the other"
+    policy.on_handed_off("a", "d0", 1.0)
+    assert placed(policy, shape("c")) == ("m0", "d0")
+
+
+def test_of_workers_that_write_alike_the_one_behind_the_faster_link_is_taken() -> None:
+    for slow, fast in (("d0", "d1"), ("d1", "d0")):
+        policy = policy_with("m0", "d0", "d1", m0=READING, d0=BUSY, d1=BUSY)
+        handed_over(policy, ("m0", slow), SLOW_LINK_S)
+        handed_over(policy, ("m0", fast), 1e-6)
+        assert placed(policy, shape("a")) == ("m0", fast)
+
+
+def test_what_is_known_of_a_link_is_the_middle_one_of_its_receipts_and_goes_with_the_worker() -> None:
+    policy = policy_with("m0", "d0", m0=READING, d0=BUSY)
+    handed_over(policy, ("m0", "d0"), 1e-6)
+    handed_over(policy, ("m0", "d0"), 100.0)  # it was held up once
+    handed_over(policy, ("m0", "d0"), 1.0, tokens=16)  # too few to tell
+    assert policy.workers.handoffs.token_s("m0", "d0") == pytest.approx(1.2e-6)
+    for _ in range(50):
+        handed_over(policy, ("m0", "d0"), SLOW_LINK_S)
+    assert policy.workers.handoffs.token_s("m0", "d0") == pytest.approx(SLOW_LINK_S)
+    assert policy.workers.handoffs.token_s("m0", "another") == pytest.approx(SLOW_LINK_S), "as all from m0"
+    policy.on_worker_lost("m0", "gone", 2.0)
+    assert not policy.workers.handoffs.token_s("m0", "d0")
 
 
 def running(policy: RouterPolicy, *ids: str, at: str = "d0", **more: Any) -> None:

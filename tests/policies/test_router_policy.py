@@ -733,7 +733,10 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[st
             case 4 | 5 if sent:
                 policy.on_first_token(rng.choice(sent), now)
             case 6 if sent:
-                retry = policy.on_handed_off(rng.choice(sent), rng.choice(decode), now)
+                tokens, taken_s = rng.randrange(300), rng.random()
+                retry = policy.on_handed_off(
+                    rng.choice(sent), rng.choice(decode), now, num_tokens=tokens, taken_s=taken_s
+                )
                 if retry is not None:
                     known.discard(retry.request_id)
             case 7 if known:

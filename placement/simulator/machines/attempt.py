@@ -39,10 +39,12 @@ class Attempt:
         "prefill",
         "priority",
         "segments",
+        "sent_tokens",
         "seq",
         "skip_tokens",
         "tail_s",
         "wire_end_s",
+        "wire_s",
     )
 
     def __init__(
@@ -76,6 +78,8 @@ class Attempt:
         self.skip_tokens = 0  # that the decode worker has cached
         self.segments: list[tuple[int, float, float]] = []  # tokens, begun, computed: waiting for the grant
         self.wire_end_s = 0.0  # when the link has passed it all
+        self.wire_s = 0.0  # that it took
+        self.sent_tokens = 0
         self.tail_s = 0.0  # of the last segment: what leaves after its step
         self.joined_step = -1  # of the decode machine
 

@@ -234,6 +234,8 @@ class PrefillMachine(Prefiller):
             skipped = min(tokens, attempt.skip_tokens)
             attempt.skip_tokens -= skipped
             wire_s = self.worker.latency.transfer_s(tokens - skipped)
+            attempt.sent_tokens += tokens - skipped
+            attempt.wire_s += wire_s
             ready_s = max(now, begun_s + (done_s - begun_s) / groups)
             start_s = max(ready_s, self.egress_free_s, attempt.decode.ingress_free_s)
             self.egress_free_s = attempt.decode.ingress_free_s = start_s + wire_s

@@ -221,7 +221,9 @@ class RouterMachine(Dispatcher):
             return
         assert attempt.prefill is not None
         assert attempt.decode is not None
-        retry = self.policy.on_handed_off(attempt.id, attempt.decode.name, self.clock.now)
+        retry = self.policy.on_handed_off(
+            attempt.id, attempt.decode.name, self.clock.now, num_tokens=attempt.sent_tokens, taken_s=attempt.wire_s
+        )
         attempt.prefill.end(attempt)
         if retry is not None:
             self._retry(attempt, retry)

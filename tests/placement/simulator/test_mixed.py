@@ -103,6 +103,15 @@ def test_placed_by_prediction_more_requests_keep_their_targets() -> None:
     assert predicted > 1.1 * by_load
 
 
+def test_over_slow_links_prompts_stay_where_they_are_read_and_as_many_keep_their_targets() -> None:
+    """1 ms a token: the handoff of a prompt of 150 takes 150 ms."""
+    kept = []
+    for token_s in (1e-6, 1e-3):
+        setup = cluster(workers("mixed", 4, Plain(wire_s_per_token=token_s)), router=PREDICTING)
+        kept.append(simulate(setup, requests(600, rate=20)).attainment(0.25, 0.02))
+    assert kept[1] > 0.97 * kept[0]
+
+
 @pytest.mark.parametrize("router", [RouterOptions(), RouterOptions(slo_ttft_ms=9000.0)], ids=["none", "the router's"])
 def test_requests_are_placed_by_their_own_targets(router: RouterOptions) -> None:
     """Every other one asks for more than the router was told."""

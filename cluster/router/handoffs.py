@@ -1,0 +1,117 @@
+"""Handoffs knows what KV takes from worker to worker, by the receipts of handoffs, and what is on its way.
+
+A handoff takes its turn on two links, its prefill worker's and its decode worker's, and leaves while its prompt is
+read: only what the reading does not hide makes its answer late. Where a link falls behind, others are late for it, too.
+So a prompt that could stay where it is read does so when links are slow or full (cluster/router/predicting.py).
+
+Each router counts its own requests only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isfinite
+
+from cluster.router.accounts import RoutedRequest
+
+LEARNT_FROM = 128  # tokens at least: what fewer take says little of how fast a link is
+STEP = 1.2  # by which what is known of a pair changes at most, at a receipt: it stays by the middle one
+MAX_PAIRS = 65_536  # that are remembered
+
+
+@dataclass(slots=True)
+class Load:
+    """On its way, by one worker's link."""
+
+    tokens: int = 0
+    requests: int = 0
+
+    def add(self, tokens: int, requests: int) -> None:
+        self.tokens += tokens
+        self.requests += requests
+
+
+EMPTY = Load()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`exposed_s`: how long after its first token a request's KV is there; `cost_s`: by how much it and others are
+    later for it."""
+
+    exposed_s: float
+    cost_s: float
+
+
+NO_WAIT = Wait(0.0, 0.0)
+
+
+class Handoffs:
+    def __init__(self) -> None:
+        self._token_s: dict[tuple[str, str], float] = {}  # of a pair, and of a worker with all that it sends to: ""
+        self._out: dict[str, Load] = {}  # by prefill worker
+        self._in: dict[str, Load] = {}  # by decode worker
+
+    def note(self, prefill: str, decode: str, tokens: int, taken_s: float) -> None:
+        """A handoff of so many tokens took so long, by its receipt."""
+        if tokens < LEARNT_FROM or taken_s <= 0:
+            return
+        for pair in ((prefill, decode), (prefill, "")):
+            known_s = self._token_s.pop(pair, None)
+            took_s = taken_s / tokens
+            self._token_s[pair] = took_s if known_s is None else min(max(took_s, known_s / STEP), known_s * STEP)
+        while len(self._token_s) > MAX_PAIRS:
+            del self._token_s[next(iter(self._token_s))]
+
+    def token_s(self, prefill: str, decode: str) -> float:
+        """What the KV of a token takes; 0 where nothing is known."""
+        known_s = self._token_s.get((prefill, decode))
+        return self._token_s.get((prefill, ""), 0.0) if known_s is None else known_s
+
+    def begin(self, request: RoutedRequest) -> None:
+        """It will be handed over, unless it stays."""
+        if request.prefill == request.decode:
+            return
+        request.link = (request.prefill, request.decode)
+        self._count(request, 1)
+
+    def end(self, request: RoutedRequest) -> None:
+        """It is there, or over."""
+        if request.link is not None:
+            self._count(request, -1)
+            request.link = None
+
+    def _count(self, request: RoutedRequest, sign: int) -> None:
+        assert request.link is not None
+        for loads, name in zip((self._out, self._in), request.link, strict=True):
+            load = loads.setdefault(name, Load())
+            load.add(sign * request.kv_len, sign)
+            if not load.requests:
+                del loads[name]
+
+    def wait(self, prefill: str, decode: str, tokens: int, *, read_in_s: float, own_s: float) -> Wait:
+        """Of so many tokens, which are read in so many seconds from now, in the last `own_s` of them."""
+        token_s = self.token_s(prefill, decode)
+        if not token_s or not isfinite(read_in_s):
+            return NO_WAIT
+        out, into = self._out.get(prefill, EMPTY), self._in.get(decode, EMPTY)
+        free_in_s = token_s * max(out.tokens, into.tokens)
+        may_leave_s = read_in_s - own_s
+        exposed_s = max(0.0, max(free_in_s, may_leave_s) + token_s * tokens - read_in_s)
+        if free_in_s <= may_leave_s:
+            return Wait(exposed_s, exposed_s)
+        return Wait(exposed_s, exposed_s + token_s * tokens * (out.requests + into.requests))
+
+    def forget(self, name: str) -> None:
+        """The worker is lost: the next of its name may stand elsewhere."""
+        for pair in [pair for pair in self._token_s if name in pair]:
+            del self._token_s[pair]
+
+    def check_invariants(self, requests: Iterable[RoutedRequest]) -> None:
+        for end, loads in enumerate((self._out, self._in)):
+            found: dict[str, Load] = {}
+            for request in requests:
+                if request.link is not None:
+                    found.setdefault(request.link[end], Load()).add(request.kv_len, 1)
+            assert loads == found, f"{loads} is counted on its way, and {found} is"
