@@ -18,7 +18,7 @@ from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
 from placement.latency.roofline import kv_heads_per_gpu, roofline_latency
-from placement.latency.tensor_parallel import not_shared_out
+from placement.latency.tensor_parallel import why_not_cut
 from prefill_worker.options import PrefillOptions
 
 MAX_TRIED_PP = 16
@@ -84,10 +84,10 @@ class RooflineCatalog:
         return sorted(fitting, key=lambda degrees: (degrees.gpus, degrees.pp))
 
     def _tps(self) -> list[int]:
-        return [tp for tp in range(1, self.gpus_per_node + 1) if not self._not_shared_out(tp)]
+        return [tp for tp in range(1, self.gpus_per_node + 1) if not self._why_not_cut(tp)]
 
-    def _not_shared_out(self, tp: int) -> str:
-        return not_shared_out(self.shape, tp, has_whole_experts=self.expert_parallel)
+    def _why_not_cut(self, tp: int) -> str:
+        return why_not_cut(self.shape, tp, has_whole_experts=self.expert_parallel)
 
     def offer(self, degrees: Degrees, *, within_node: bool = True) -> Offer | str:
         refusal = self._refusal(degrees)
@@ -159,8 +159,8 @@ class RooflineCatalog:
         tp, pp = degrees.tp, degrees.pp
         if tp < 1 or pp < 1:
             return f"TP {tp} x PP {pp} is no worker; give 1 or more of each"
-        if what := self._not_shared_out(tp):
-            return f"TP {tp} does not divide the {what} of {self.model}; give TP {_either(self._tps())}"
+        if why := self._why_not_cut(tp):
+            return f"{why}; give TP {_either(self._tps())}"
         if tp > self.gpus_per_node:
             return (
                 f"TP {tp} is more than the {self.gpus_per_node} {self.machine.unit}s of a node; "

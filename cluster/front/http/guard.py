@@ -68,12 +68,14 @@ class Guard:
         self._stalls = Stalls(max_stall_s)
         self._turn = turn
         self._limits = limits
+        self._names: set[str] = set()  # that clients have given to what is open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         headers = Headers(scope=scope)
-        call = scope["state"]["call"] = HttpCall(_given_id(headers) or secrets.token_hex(8))
+        name = self._name(_given_id(headers))
+        call = scope["state"]["call"] = HttpCall(name)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -96,6 +98,17 @@ class Guard:
             return
         else:
             await _until_gone(receive, call, self._app(scope, _replayed(body), named))
+        finally:
+            self._names.discard(name)
+
+    def _name(self, given: str) -> str:
+        """Ours, if the client gives none; more than its own, if another that is open has that: a trace's id comes with
+        each call of one who passes it on."""
+        name = given or secrets.token_hex(8)
+        if name in self._names:
+            name = f"{name[: MAX_ID_CHARS - 9]}-{secrets.token_hex(4)}"
+        self._names.add(name)
+        return name
 
     def _admit(self, headers: Headers) -> None:
         if self._keyring is not None:

@@ -9,9 +9,11 @@ import pytest
 
 from placement.catalogs.base import Degrees
 from placement.catalogs.roofline import RooflineCatalog
+from placement.latency.families import FAMILIES
 from placement.latency.hardware import load_hardware
 from placement.latency.model_config import shape_of
-from placement.latency.tensor_parallel import not_shared_out
+from placement.latency.model_files import load_shape
+from placement.latency.tensor_parallel import UNCUT, why_not_cut
 from placement.named_files import CONFIGS
 
 ATTENTION = {"hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 64}
@@ -98,8 +100,24 @@ def test_what_is_shared_out_is_what_the_engine_shares_out(name: str) -> None:
         degrees = range(1, shape.heads + 1)
         expected = [degree for degree in degrees if is_loaded(degree, has_whole_experts)]
         assert expected[:1] == [1]
-        planned = [d for d in degrees if not not_shared_out(shape, d, has_whole_experts=has_whole_experts)]
+        planned = [d for d in degrees if not why_not_cut(shape, d, has_whole_experts=has_whole_experts)]
         assert planned == expected
+
+
+@pytest.mark.parametrize("model_type", sorted(UNCUT | FAMILIES.keys()))
+def test_types_that_transformers_cuts_by_no_plan_are_known(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    plan = AutoConfig.for_model(model_type).get_text_config().base_model_tp_plan
+    assert (not plan) == (model_type in UNCUT)
+
+
+@pytest.mark.unit
+def test_what_has_no_plan_is_offered_whole() -> None:
+    catalog = RooflineCatalog(load_shape("opt-13b"), load_hardware("h200-sxm"))
+    assert {degrees.tp for degrees in catalog.degrees(8)} == {1}
+    why = "opt-13b (opt) has no tensor-parallel plan in transformers, and TP is 2; give TP 1"
+    assert catalog.offer(Degrees(2)) == why
 
 
 @pytest.mark.unit
@@ -121,8 +139,8 @@ def test_what_no_worker_loads_is_neither_offered_nor_advised(name: str, degree: 
 @pytest.mark.unit
 def test_kv_heads_are_shared_out_or_shared() -> None:
     shape = shape_of(GIVEN["Qwen2.5-0.5B"] | {"intermediate_size": 4900})
-    assert not_shared_out(shape, 7) == "2 KV heads"
-    assert not not_shared_out(shape_of(GIVEN["Qwen3-30B-A3B"]), 8)
+    assert why_not_cut(shape, 7) == "TP 7 does not divide the 2 KV heads of model"
+    assert not why_not_cut(shape_of(GIVEN["Qwen3-30B-A3B"]), 8)
 
 
 @pytest.mark.unit

@@ -379,6 +379,19 @@ async def test_a_request_is_called_what_its_client_calls_it() -> None:
         assert (status, body["error"]["param"]) == (400, "request_id")
 
 
+async def test_requests_of_one_name_are_served_beside_each_other() -> None:
+    async with http() as h:
+        body = {"prompt": [PROMPT, PROMPT], "max_tokens": 4}
+        headers = {"X-Request-Id": "trace"}
+        answers = await asyncio.gather(*(h.raw.post("/v1/completions", json=body, headers=headers) for _ in range(3)))
+        assert [answer.status_code for answer in answers] == [200] * 3
+        names = [answer.headers["x-request-id"] for answer in answers]
+        assert len(set(names)) == 3
+        assert sorted(name.partition("-")[0] for name in names) == ["trace"] * 3
+        answer = await h.raw.post("/v1/completions", json=body, headers=headers)
+        assert answer.headers["x-request-id"] == "trace", "nobody has it now"
+
+
 async def test_who_has_no_key_is_refused_but_for_probes() -> None:
     async with http(token="secret-token-of-somebody") as h:
         assert (await h.post("/v1/completions", prompt=PROMPT, max_tokens=1))[0] == 200
