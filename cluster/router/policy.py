@@ -34,9 +34,9 @@ from cluster.router.decisions import (
 )
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
-from cluster.router.moving import REST_S, RETRY_S
+from cluster.router.moving.moving import REST_S, RETRY_S
 from cluster.router.options import RouterOptions
-from cluster.router.placing import Unplaced
+from cluster.router.placing.placing import Unplaced
 from cluster.router.retry import (
     FORGIVEN_AFTER_TOKENS,
     blamed,

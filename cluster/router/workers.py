@@ -11,13 +11,13 @@ from dataclasses import replace
 from cluster.router.accounts import DecodeAccount, PrefillAccount, Report, RoutedRequest, WorkerView
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
-from cluster.router.handoffs import Handoffs
 from cluster.router.health.health import LATE_LOOP_S, Health
 from cluster.router.health.isolation import DECODE, PREFILL
-from cluster.router.moving import REST_S, Moving
+from cluster.router.moving.moving import REST_S, Moving
+from cluster.router.moving.passing import Passing
 from cluster.router.options import RouterOptions
-from cluster.router.passing import Passing
-from cluster.router.placing import Placed, Placing
+from cluster.router.placing.handoff_times import HandoffTimes
+from cluster.router.placing.placing import Placed, Placing
 from cluster.router.takers import alone_in
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
@@ -33,8 +33,8 @@ class Workers:
         self.prefill = prefill or PrefillCandidates()
         self.decode = decode or DecodeCandidates(options.overcommit)
         self.health = Health()
-        self.handoffs = Handoffs()
-        self.placing = Placing(self.prefill, self.decode, self.health, self.handoffs, options)
+        self.handoff_times = HandoffTimes()
+        self.placing = Placing(self.prefill, self.decode, self.health, self.handoff_times, options)
         may_balance = _may_balance(options)
         self.moving = Moving(self.decode, self.health, self.placing.is_better, may_balance=may_balance)
         self.passing = Passing(self.prefill, self.decode, self.health)
@@ -88,7 +88,7 @@ class Workers:
         """Its account, if it was known."""
         prefill, decode = self.prefill.lost(name), self.decode.lost(name)
         self.health.forget(name)
-        self.handoffs.forget(name)
+        self.handoff_times.forget(name)
         self._note_absence(now)
         return prefill or decode
 
@@ -214,7 +214,7 @@ class Workers:
     def pass_on(self, request: RoutedRequest, to: PrefillAccount, num_read: int, now: float) -> None:
         """It is read by another worker from now on, but for `num_read` tokens."""
         self.health.on_over(request)
-        self.handoffs.end(request)
+        self.handoff_times.end(request)
         self.prefill.drop(request)
         source, request.prefill = request.prefill, to.view.name
         request.seq, request.is_seen, request.is_passing = 0, False, False
@@ -226,12 +226,12 @@ class Workers:
     def on_handed_off(self, request: RoutedRequest, to: DecodeAccount, num_tokens: int, taken_s: float) -> None:
         """It holds the request's KV: so many tokens' have come, in so long."""
         if request.prefill != to.view.name and self.prefill.has_both:
-            self.handoffs.note(request.prefill, to.view.name, num_tokens, taken_s)
-        self.handoffs.end(request)
+            self.handoff_times.note(request.prefill, to.view.name, num_tokens, taken_s)
+        self.handoff_times.end(request)
 
     def release(self, request: RoutedRequest) -> None:
         """It is over."""
-        self.handoffs.end(request)
+        self.handoff_times.end(request)
         self.health.on_over(request)
         self.prefill.drop(request)
         self._drop(request)
@@ -244,9 +244,9 @@ class Workers:
 
     def _count_on_link(self, request: RoutedRequest) -> None:
         """Where it is asked who may stay where they are read."""
-        self.handoffs.end(request)
+        self.handoff_times.end(request)
         if self.prefill.has_both and not request.is_handed_off:
-            self.handoffs.begin(request)
+            self.handoff_times.begin(request)
 
     def _end_move(self, request: RoutedRequest) -> None:
         source = self.decode.accounts.get(request.decode)
@@ -264,7 +264,7 @@ class Workers:
         self.prefill.check_invariants()
         self.decode.check_invariants()
         self.health.check_invariants(requests)
-        self.handoffs.check_invariants(requests.values())
+        self.handoff_times.check_invariants(requests.values())
         for p in self.prefill.accounts.values():
             assert all(requests.get(i) is r and not r.has_first_token for i, r in p.waiting.items())
         for d in self.decode.accounts.values():

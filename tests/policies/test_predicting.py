@@ -10,10 +10,10 @@ import pytest
 
 from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, Move
-from cluster.router.moving import Moving
+from cluster.router.moving.moving import Moving
 from cluster.router.options import RouterOptions
+from cluster.router.placing.predicting import token_s
 from cluster.router.policy import RouterPolicy
-from cluster.router.predicting import token_s
 from engine.pages.news import PageNews
 from engine.pages.pool import page_hashes
 from worker.steps.costs import StepCosts
@@ -151,13 +151,13 @@ def test_what_is_known_of_a_link_is_the_middle_one_of_its_receipts_and_goes_with
     handed_over(policy, ("m0", "d0"), 1e-6)
     handed_over(policy, ("m0", "d0"), 100.0)  # it was held up once
     handed_over(policy, ("m0", "d0"), 1.0, tokens=16)  # too few to tell
-    assert policy.workers.handoffs.token_s("m0", "d0") == pytest.approx(1.2e-6)
+    assert policy.workers.handoff_times.token_s("m0", "d0") == pytest.approx(1.2e-6)
     for _ in range(50):
         handed_over(policy, ("m0", "d0"), SLOW_LINK_S)
-    assert policy.workers.handoffs.token_s("m0", "d0") == pytest.approx(SLOW_LINK_S)
-    assert policy.workers.handoffs.token_s("m0", "another") == pytest.approx(SLOW_LINK_S), "as all from m0"
+    assert policy.workers.handoff_times.token_s("m0", "d0") == pytest.approx(SLOW_LINK_S)
+    assert policy.workers.handoff_times.token_s("m0", "another") == pytest.approx(SLOW_LINK_S), "as all from m0"
     policy.on_worker_lost("m0", "gone", 2.0)
-    assert not policy.workers.handoffs.token_s("m0", "d0")
+    assert not policy.workers.handoff_times.token_s("m0", "d0")
 
 
 def running(policy: RouterPolicy, *ids: str, at: str = "d0", **more: Any) -> None:

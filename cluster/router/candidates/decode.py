@@ -11,7 +11,7 @@ import sys
 from cluster.router.accounts import DecodeAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking
 from cluster.router.health.shunned import BARRED, NOBODY, Shunned
-from cluster.router.predicting import is_slow
+from cluster.router.placing.predicting import is_slow
 from engine.pages.pool import pages_for
 
 FEW = 32  # workers, looked at one by one

@@ -9,7 +9,7 @@ from itertools import islice
 from cluster.router.accounts import DecodeAccount, PrefillAccount, RequestShape
 from cluster.router.explaining.notes import Routed, Weighed
 from cluster.router.live.requests import LiveRequest
-from cluster.router.predicting import read_s, token_s
+from cluster.router.placing.predicting import read_s, token_s
 from cluster.router.workers import Workers
 
 OTHERS = 2  # of each phase, the least loaded

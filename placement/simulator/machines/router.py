@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from cluster.router.accounts import FRESH, Past, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, GiveUp, Queued, Retry, Unavailable
-from cluster.router.moving import RETRY_S
+from cluster.router.moving.moving import RETRY_S
 from cluster.router.policy import RouterPolicy
 from placement.simulator.clock import VirtualClock
 from placement.simulator.cluster import SimCluster

@@ -11,7 +11,7 @@ Where an engine has pipeline stages, the costs are of a pass through all of them
 by that many times as fast, and each pass holds its share of the answers.
 
 An answer that is not written where its prompt is read waits for what the reading does not hide of the handoff, and
-that for those before it (handoffs.py).
+that for those before it (handoff_times.py).
 
 It looks and changes nothing.
 """
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, RequestShape
-from cluster.router.handoffs import NO_WAIT, Handoffs
+from cluster.router.placing.handoff_times import NO_WAIT, HandoffTimes
 
 USED = 0.9  # of a target, that a prediction may take
 OUTPUT_TOKENS = 128  # of an answer, whose length nobody knows
@@ -81,7 +81,7 @@ def best_predicted(
     prefills: Sequence[PrefillAccount],
     decodes: Sequence[DecodeAccount],
     is_broken: Callable[[str, str], bool],
-    handoffs: Handoffs,
+    times: HandoffTimes,
 ) -> Predicted | None:
     """Of all pairs that are not broken. None where there is none, or the costs of a worker are not known yet."""
     reports = [account.report for account in prefills] + [account.report for account in decodes]
@@ -103,7 +103,7 @@ def best_predicted(
             free = Predicted(prefill, decode, read, part)
             if part.is_kept != is_kept or _better(best, free) is not free:
                 break  # all that follow are worse, however fast their links
-            handed = _handed_over(free, shape, target, waited_s, handoffs)
+            handed = _handed_over(free, shape, target, waited_s, times)
             best = _better(best, handed)
             if handed is free:
                 break
@@ -115,11 +115,11 @@ def _better(best: Predicted | None, other: Predicted) -> Predicted:
 
 
 def _handed_over(
-    predicted: Predicted, shape: RequestShape, target: Target, waited_s: float, handoffs: Handoffs
+    predicted: Predicted, shape: RequestShape, target: Target, waited_s: float, times: HandoffTimes
 ) -> Predicted:
     """With what the handoff adds to it: to each token of the answer its share of the wait."""
     read, written = predicted.read, predicted.written
-    wait = handoffs.wait(
+    wait = times.wait(
         predicted.prefill.view.name,
         predicted.decode.view.name,
         shape.held_len(shape.prompt_len),

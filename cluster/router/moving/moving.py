@@ -22,7 +22,7 @@ from cluster.router.decisions import Move
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE
 from cluster.router.health.shunned import BARRED
-from cluster.router.predicting import could_gain, is_slow, token_s
+from cluster.router.placing.predicting import could_gain, is_slow, token_s
 from engine.pages.pool import pages_for
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 

@@ -1,8 +1,8 @@
-"""Handoffs knows what KV takes from worker to worker, by the receipts of handoffs, and what is on its way.
+"""HandoffTimes knows what KV takes from worker to worker, by the receipts of handoffs, and what is on its way.
 
 A handoff takes its turn on two links, its prefill worker's and its decode worker's, and leaves while its prompt is
 read: only what the reading does not hide makes its answer late. Where a link falls behind, others are late for it, too.
-So a prompt that could stay where it is read does so when links are slow or full (cluster/router/predicting.py).
+So a prompt that could stay where it is read does so when links are slow or full (predicting.py).
 
 Each router counts its own requests only.
 """
@@ -47,7 +47,7 @@ class Wait:
 NO_WAIT = Wait(0.0, 0.0)
 
 
-class Handoffs:
+class HandoffTimes:
     def __init__(self) -> None:
         self._token_s: dict[tuple[str, str], float] = {}  # of a pair, and of a worker with all that it sends to: ""
         self._out: dict[str, Load] = {}  # by prefill worker

@@ -4,7 +4,7 @@ asked notes the choice (cluster/router/policy.py).
 The decode worker is chosen after the prefill worker, because a pair may be unable to hand over: then another prefill
 worker is taken, if there is one for which nothing stands against it. A worker that computes both phases keeps the
 requests whose prompts it reads, as long as it has pages for them. Where there are such workers, and targets to keep,
-both are chosen at once, by what is predicted (cluster/router/predicting.py), or as Splitwise does (lending.py).
+both are chosen at once, by what is predicted (cluster/router/placing/predicting.py), or as Splitwise does (lending.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from cluster.router.accounts import DecodeAccount, Past, PrefillAccount, Request
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
 from cluster.router.decisions import Seen
-from cluster.router.handoffs import Handoffs
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.health.shunned import BARRED, BROKEN
-from cluster.router.lending import lend
 from cluster.router.options import RouterOptions
-from cluster.router.predicting import Target, best_predicted, is_better
+from cluster.router.placing.handoff_times import HandoffTimes
+from cluster.router.placing.lending import lend
+from cluster.router.placing.predicting import Target, best_predicted, is_better
 
 MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 
@@ -60,13 +60,13 @@ class Placing:
         prefill: PrefillCandidates,
         decode: DecodeCandidates,
         health: Health,
-        handoffs: Handoffs,
+        times: HandoffTimes,
         options: RouterOptions,
     ) -> None:
         self._prefill = prefill
         self._decode = decode
         self._health = health
-        self._handoffs = handoffs
+        self._handoff_times = times
         self.take_options(options)
 
     def take_options(self, options: RouterOptions) -> None:
@@ -164,7 +164,7 @@ class Placing:
             [account for account in prefills if not self._backlog(account, shape)],
             self._decode.few(shape, self._health.shunned(past, DECODE, now)),
             lambda prefill, decode: self._health.is_broken_pair(prefill, decode, now),
-            self._handoffs,
+            self._handoff_times,
         )
         if best is None:
             return None
