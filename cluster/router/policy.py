@@ -432,7 +432,7 @@ class RouterPolicy:
             reason = f"{decode} was lost after it had taken the KV"
             return retry_lost(request_id, request.past, reason, now)
         if is_news:
-            self._workers.on_handed_off(request, holder, num_tokens, taken_s)
+            self._workers.on_handed_off(request, holder, num_tokens, taken_s, now)
         if decode != request.decode:
             self._workers.move(request, holder, now)
             request.is_held |= request.past.died_in == DECODE

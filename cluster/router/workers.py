@@ -223,10 +223,12 @@ class Workers:
         self.health.on_placed(request, now)
         self.health.on_pair_works(source, request.prefill)
 
-    def on_handed_off(self, request: RoutedRequest, to: DecodeAccount, num_tokens: int, taken_s: float) -> None:
+    def on_handed_off(
+        self, request: RoutedRequest, to: DecodeAccount, num_tokens: int, taken_s: float, now: float
+    ) -> None:
         """It holds the request's KV: so many tokens' have come, in so long."""
         if request.prefill != to.view.name and self.prefill.has_both:
-            self.handoff_times.note(request.prefill, to.view.name, num_tokens, taken_s)
+            self.handoff_times.note(request.prefill, to.view.name, num_tokens, taken_s, now)
         self.handoff_times.end(request)
 
     def release(self, request: RoutedRequest) -> None:

@@ -146,18 +146,28 @@ def test_of_workers_that_write_alike_the_one_behind_the_faster_link_is_taken() -
         assert placed(policy, shape("a")) == ("m0", fast)
 
 
-def test_what_is_known_of_a_link_is_the_middle_one_of_its_receipts_and_goes_with_the_worker() -> None:
+def test_what_is_known_of_a_link_follows_its_receipts_and_goes_with_the_worker() -> None:
     policy = policy_with("m0", "d0", m0=READING, d0=BUSY)
     handed_over(policy, ("m0", "d0"), 1e-6)
     handed_over(policy, ("m0", "d0"), 100.0)  # it was held up once
     handed_over(policy, ("m0", "d0"), 1.0, tokens=16)  # too few to tell
-    assert policy.workers.handoff_times.token_s("m0", "d0") == pytest.approx(1.2e-6)
-    for _ in range(50):
+    times = policy.workers.handoff_times
+    assert times.token_s("m0", "d0", 1.0) == pytest.approx(2e-6)
+    for _ in range(12):
         handed_over(policy, ("m0", "d0"), SLOW_LINK_S)
-    assert policy.workers.handoff_times.token_s("m0", "d0") == pytest.approx(SLOW_LINK_S)
-    assert policy.workers.handoff_times.token_s("m0", "another") == pytest.approx(SLOW_LINK_S), "as all from m0"
+    assert times.token_s("m0", "d0", 1.0) == pytest.approx(SLOW_LINK_S)
+    assert times.token_s("m0", "another", 1.0) == pytest.approx(SLOW_LINK_S), "as all from m0"
     policy.on_worker_lost("m0", "gone", 2.0)
-    assert not policy.workers.handoff_times.token_s("m0", "d0")
+    assert not times.token_s("m0", "d0", 2.0)
+
+
+def test_a_link_that_was_slow_once_is_tried_again() -> None:
+    policy = policy_with("m0", "d0", m0=READING, d0=BUSY)
+    handed_over(policy, ("m0", "d0"), SLOW_LINK_S)
+    assert placed(policy, shape("a")) == ("m0", "m0")
+    decision = policy.assign(shape("b"), 301.0)
+    assert isinstance(decision, Assigned)
+    assert (decision.prefill, decision.decode) == ("m0", "d0")
 
 
 def running(policy: RouterPolicy, *ids: str, at: str = "d0", **more: Any) -> None:

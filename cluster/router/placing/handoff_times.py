@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import isfinite
+from math import exp2, isfinite
 
 from cluster.router.accounts import RoutedRequest
 
 LEARNT_FROM = 128  # tokens at least: what fewer take says little of how fast a link is
-STEP = 1.2  # by which what is known of a pair changes at most, at a receipt: it stays by the middle one
+STEP = 2.0  # by which what is known changes at most, at a receipt: one that was held up is soon forgotten
+HALVED_IN_S = 30.0  # without receipts: who is avoided is tried again
 MAX_PAIRS = 65_536  # that are remembered
 
 
@@ -36,6 +37,17 @@ EMPTY = Load()
 
 
 @dataclass(frozen=True, slots=True)
+class Known:
+    """What a token took, and when that was heard last."""
+
+    token_s: float
+    heard_s: float
+
+    def at(self, now: float) -> float:
+        return self.token_s * exp2(min(0.0, self.heard_s - now) / HALVED_IN_S)
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """`exposed_s`: how long after its first token a request's KV is there; `cost_s`: by how much it and others are
     later for it."""
@@ -49,25 +61,26 @@ NO_WAIT = Wait(0.0, 0.0)
 
 class HandoffTimes:
     def __init__(self) -> None:
-        self._token_s: dict[tuple[str, str], float] = {}  # of a pair, and of a worker with all that it sends to: ""
+        self._known: dict[tuple[str, str], Known] = {}  # of a pair, and of a worker with all that it sends to: ""
         self._out: dict[str, Load] = {}  # by prefill worker
         self._in: dict[str, Load] = {}  # by decode worker
 
-    def note(self, prefill: str, decode: str, tokens: int, taken_s: float) -> None:
+    def note(self, prefill: str, decode: str, tokens: int, taken_s: float, now: float) -> None:
         """A handoff of so many tokens took so long, by its receipt."""
         if tokens < LEARNT_FROM or taken_s <= 0:
             return
         for pair in ((prefill, decode), (prefill, "")):
-            known_s = self._token_s.pop(pair, None)
-            took_s = taken_s / tokens
-            self._token_s[pair] = took_s if known_s is None else min(max(took_s, known_s / STEP), known_s * STEP)
-        while len(self._token_s) > MAX_PAIRS:
-            del self._token_s[next(iter(self._token_s))]
+            known, took_s = self._known.pop(pair, None), taken_s / tokens
+            if known is not None:
+                took_s = min(max(took_s, known.token_s / STEP), known.token_s * STEP)
+            self._known[pair] = Known(took_s, now)
+        while len(self._known) > MAX_PAIRS:
+            del self._known[next(iter(self._known))]
 
-    def token_s(self, prefill: str, decode: str) -> float:
+    def token_s(self, prefill: str, decode: str, now: float) -> float:
         """What the KV of a token takes; 0 where nothing is known."""
-        known_s = self._token_s.get((prefill, decode))
-        return self._token_s.get((prefill, ""), 0.0) if known_s is None else known_s
+        known = self._known.get((prefill, decode)) or self._known.get((prefill, ""))
+        return 0.0 if known is None else known.at(now)
 
     def begin(self, request: RoutedRequest) -> None:
         """It will be handed over, unless it stays."""
@@ -90,9 +103,9 @@ class HandoffTimes:
             if not load.requests:
                 del loads[name]
 
-    def wait(self, prefill: str, decode: str, tokens: int, *, read_in_s: float, own_s: float) -> Wait:
+    def wait(self, prefill: str, decode: str, tokens: int, now: float, *, read_in_s: float, own_s: float) -> Wait:
         """Of so many tokens, which are read in so many seconds from now, in the last `own_s` of them."""
-        token_s = self.token_s(prefill, decode)
+        token_s = self.token_s(prefill, decode, now)
         if not token_s or not isfinite(read_in_s):
             return NO_WAIT
         out, into = self._out.get(prefill, EMPTY), self._in.get(decode, EMPTY)
@@ -105,8 +118,8 @@ class HandoffTimes:
 
     def forget(self, name: str) -> None:
         """The worker is lost: the next of its name may stand elsewhere."""
-        for pair in [pair for pair in self._token_s if name in pair]:
-            del self._token_s[pair]
+        for pair in [pair for pair in self._known if name in pair]:
+            del self._known[pair]
 
     def check_invariants(self, requests: Iterable[RoutedRequest]) -> None:
         for end, loads in enumerate((self._out, self._in)):

@@ -165,6 +165,7 @@ class Placing:
             self._decode.few(shape, self._health.shunned(past, DECODE, now)),
             lambda prefill, decode: self._health.is_broken_pair(prefill, decode, now),
             self._handoff_times,
+            now,
         )
         if best is None:
             return None

@@ -82,6 +82,7 @@ def best_predicted(
     decodes: Sequence[DecodeAccount],
     is_broken: Callable[[str, str], bool],
     times: HandoffTimes,
+    now: float,
 ) -> Predicted | None:
     """Of all pairs that are not broken. None where there is none, or the costs of a worker are not known yet."""
     reports = [account.report for account in prefills] + [account.report for account in decodes]
@@ -103,7 +104,7 @@ def best_predicted(
             free = Predicted(prefill, decode, read, part)
             if part.is_kept != is_kept or _better(best, free) is not free:
                 break  # all that follow are worse, however fast their links
-            handed = _handed_over(free, shape, target, waited_s, times)
+            handed = _handed_over(free, shape, target, waited_s, times, now)
             best = _better(best, handed)
             if handed is free:
                 break
@@ -115,7 +116,7 @@ def _better(best: Predicted | None, other: Predicted) -> Predicted:
 
 
 def _handed_over(
-    predicted: Predicted, shape: RequestShape, target: Target, waited_s: float, times: HandoffTimes
+    predicted: Predicted, shape: RequestShape, target: Target, waited_s: float, times: HandoffTimes, now: float
 ) -> Predicted:
     """With what the handoff adds to it: to each token of the answer its share of the wait."""
     read, written = predicted.read, predicted.written
@@ -123,6 +124,7 @@ def _handed_over(
         predicted.prefill.view.name,
         predicted.decode.view.name,
         shape.held_len(shape.prompt_len),
+        now,
         read_in_s=read.takes_s - waited_s,
         own_s=read.own_s,
     )
