@@ -102,8 +102,7 @@ class DecodeRole:
         self.moves.begin(move)
 
     def on_begin(self, request_id: str) -> None:
-        self.policy.on_begin(request_id)
-        self._host.wake()
+        self.reservations.begin(request_id)
 
     def on_cancel(self, cancel: pb.Cancel) -> None:
         request, reason = self.requests.get(cancel.request_id), cancel.reason

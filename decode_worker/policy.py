@@ -289,9 +289,11 @@ class DecodePolicy:
 
     def on_begin(self, request_id: str) -> None:
         """A held request may join the batch. One that is not held, or not here any more: ignored."""
-        request = self._held.pop(request_id, None)
-        if request is not None:
-            request.is_held = False
+        request = self._requests.get(request_id)
+        if request is None or not request.is_held:
+            return
+        request.is_held = False
+        if self._held.pop(request_id, None) is not None:
             self._on_ready(request)
 
     # requests that leave

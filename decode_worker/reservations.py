@@ -9,6 +9,7 @@ what a committed request computes is the role's (driver.py).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -103,6 +104,10 @@ class Reservations:
         if request.dropped_tokens % self._host.pool.page_size or request.dropped_tokens > most_dropped:
             why = f"{request.dropped_tokens} tokens of it are dropped, and at most {most_dropped} can be"
             return Denied(reason=f"{self._name}: {why}", retryable=False)
+        weights = None if adapter is None else self._host.engine.adapters.begin(adapter)
+        is_loaded = weights is None or weights.done()
+        if room_tokens and not is_loaded:  # where it runs it waits for nothing
+            return Denied(reason=f"{self._name} is loading its adapter", retryable=True)
         if self.reads_prompts and self._host.engine.layout.has_states:
             # a page that others have must not be computed again, as the last one of a prompt that is unread may be
             hashes = hashes[: (len(tokens) - 1) // self._host.pool.page_size]
@@ -112,7 +117,7 @@ class Reservations:
             tokens=tokens,
             parent=hashes[-1] if hashes else root,
             hashed_pages=len(hashes),
-            weights=None if adapter is None else self._host.engine.adapters.begin(adapter),
+            weights=weights,
             kept=kept,
             num_dropped=request.dropped_tokens // self._host.pool.page_size,
             rope=rope,
@@ -123,13 +128,16 @@ class Reservations:
             max_new_tokens=held.new_tokens_left,
             hashes=hashes,
             room=room_tokens,
-            is_held=request.held,
+            is_held=request.held or not is_loaded,
             priority=request.priority,
             most_pages=self.most_pages(request),
             num_beams=held.num_beams,
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held
+            if weights is not None and not is_loaded:
+                loop = asyncio.get_running_loop()
+                weights.add_done_callback(lambda _: loop.call_soon_threadsafe(self._begin_if_ready, held))
         return answer
 
     def most_pages(self, request: pb.RequestState) -> int:
@@ -208,6 +216,21 @@ class Reservations:
         self._host.streams.flush()
 
     # For the role
+
+    def begin(self, request_id: str) -> None:
+        """The router lets a request begin that was held."""
+        held = self.requests.get(request_id)
+        if held is not None:
+            held.state.held = False
+            self._begin_if_ready(held)
+
+    def _begin_if_ready(self, held: HeldAnswer) -> None:
+        """Its step would stand still, and all others in it, until its adapter is loaded. One that cannot be loaded
+        begins, too: its step says why not."""
+        is_loaded = held.weights is None or held.weights.done()
+        if is_loaded and not held.state.held and self.requests.get(held.id) is held:
+            self._policy.on_begin(held.id)
+            self._host.wake()
 
     def cancel(self, request: HeldAnswer, reason: str) -> None:
         """Of one whose KV has not come: on_lease_released follows, after the fence."""

@@ -48,9 +48,13 @@ class Passing:
         """`number`: of the Move that asks for it."""
         if request.is_cancelled:
             return
-        is_gathered = request.params.prompt_logprobs is not None or request.state.HasField("kv_policy")
-        if not self._policy.may_pass(request.id) or is_gathered:
-            why = f"{self._host.options.name} has nothing of it left to read, or gathers what is wanted of its prompt"
+        name, is_gathered = self._host.options.name, request.params.prompt_logprobs is not None
+        if is_gathered or request.state.HasField("kv_policy") or request.adapter is not None:
+            why = f"{name} gathers what is wanted of its prompt, or has loaded its adapter for it"
+            self._tell_failed(request, Undelivered(why, pb.FAILURE_CAUSE_REQUEST, to.name), number)
+            return
+        if not self._policy.may_pass(request.id):
+            why = f"{name} has nothing of it left to read"
             self._tell_failed(request, Undelivered(why, pb.FAILURE_CAUSE_ROOM, to.name), number)
             return
         request.is_passing = True
@@ -133,6 +137,13 @@ class Passing:
 
     def _tell_failed(self, request: HeldPrompt, why: Undelivered, number: int) -> None:
         self._host.counters["moves_failed"] += 1
-        failed = pb.EVENT_KIND_MOVE_FAILED
-        request.link.event(request.state, failed, reason=why.reason, cause=why.cause, peer=why.peer, move=number)
+        request.link.event(
+            request.state,
+            pb.EVENT_KIND_MOVE_FAILED,
+            reason=why.reason,
+            cause=why.cause,
+            peer=why.peer,
+            move=number,
+            decode_worker=request.decode.name,
+        )
         self._host.streams.flush()

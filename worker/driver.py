@@ -223,8 +223,11 @@ class Worker(Generic[RoleT]):
             return
         knobs = {"chunk_tokens": wanted.chunk_tokens} if wanted.HasField("chunk_tokens") else {}
         options = with_role(self.options, wanted.role, knobs)
-        if knobs and wanted.role == self.options.role:
-            self._take_knobs(options)
+        if wanted.role == self.options.role:
+            if knobs:
+                self._take_knobs(options)
+            else:
+                self.on_drain(pb.Drain(undo=True))
         else:
             self._must_drain = False  # it is to work in that role
             self._change.begin(lambda: with_role(self.options, wanted.role, knobs))

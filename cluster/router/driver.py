@@ -222,10 +222,7 @@ class Router:
                 self._check_others(name)
             link.set_role(role, chunk_tokens)
             return
-        if chunk_tokens is None:
-            link.drain(undo=True)
-            return
-        if self.policy.workers.is_stopping(name):
+        if chunk_tokens is not None and (link.is_leaving or self.policy.workers.is_stopping(name)):
             why = f"{name} drains; take it back first (kvrelay drain {name} --undo), or change its role with its chunks"
             raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
         link.set_role(role, chunk_tokens)
@@ -478,7 +475,7 @@ class Router:
                 self._on_moved(live, link.name, event.decode_worker, event, at_s)
             case pb.EVENT_KIND_MOVE_FAILED if link.name == live.prefill and not live.is_handed_off:
                 if event.move == live.last_move:  # else of a move that was given up, while another is under way
-                    self._moves.on_passing_failed(live, link.name, event.reason, CAUSES.get(event.cause, ""))
+                    self._moves.on_passing_failed(live, link.name, event, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_MOVE_FAILED:
                 self._moves.on_failed(live, link.name, event, CAUSES.get(event.cause, ""))
             case pb.EVENT_KIND_DECODE_STARTED:

@@ -17,6 +17,7 @@ a report lists the request), and takes away what it knows to have ended. Ties br
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from cluster.router.accounts import Past, Report, RequestShape, RoutedRequest, WorkerView
@@ -370,12 +371,19 @@ class RouterPolicy:
         self._workers.pass_on(request, account, num_read, now)
         return None
 
-    def on_passing_failed(self, request_id: str, now: float, cause: Cause = "") -> None:
-        """It is read on where it was."""
+    def on_passing_failed(self, request_id: str, decode: str, now: float, cause: Cause = "") -> str:
+        """It is read on where it was, for `decode`: perhaps not for the one that it was to be passed to. Returns its
+        decode worker from now on."""
         request = self._requests.get(request_id)
-        if request is not None and request.is_passing:
+        if request is None:
+            return decode
+        if request.is_passing:
             request.is_passing = False
-            request.rests_until_s = now + (RETRY_S if cause == "room" else REST_S)
+            request.rests_until_s = math.inf if cause == "request" else now + (RETRY_S if cause == "room" else REST_S)
+            holder = self._workers.decode.accounts.get(decode)
+            if holder is not None and decode != request.decode:
+                self._workers.move(request, holder, now)
+        return request.decode
 
     def on_submitted(self, request_id: str, seq: int) -> None:
         """It was sent to its prefill worker as that stream's Submit number `seq`."""

@@ -622,13 +622,25 @@ def test_prompts_leave_a_worker_that_stops_for_one_that_reads_and_decodes() -> N
     policy.check_invariants()
     assert policy.on_passed("a", "m0", 48, 1.2) is None
     assert (policy._requests["a"].prefill, policy._requests["a"].work) == ("m0", 16)
-    policy.on_passing_failed("b", 1.2, "room")
+    assert policy.on_passing_failed("b", "m0", 1.2, "room") == "m0"
     assert (policy.unread("p0", 1.3), policy.unread("p0", 1.8)) == ([], ["b"])
     policy.check_invariants()
     assert lost(policy, "p0") == ["b"]
     policy.on_first_token("a", 2.0)
     assert policy.on_handed_off("a", "m0", 2.0) is None
     assert lost(policy, "m0") == ["a"]
+    policy.check_invariants()
+
+
+def test_a_prompt_that_is_not_passed_on_is_booked_where_its_kv_will_go() -> None:
+    policy = cluster("p0", "d0", "m0")
+    policy.on_report("m0", Report(made_s=0.0, available_pages=10, waiting_tokens=900), 0.0)
+    read_by(policy, "p0", "a")
+    assert policy._requests["a"].decode == "d0"
+    assert policy.pass_on("a", 1.0) is not None
+    assert policy._requests["a"].decode == "m0"
+    assert policy.on_passing_failed("a", "d0", 1.2, "request") == "d0"
+    assert (policy.unread("p0", 1e9), "a" in policy.workers.decode.accounts["d0"].promised) == ([], True)
     policy.check_invariants()
 
 
@@ -693,7 +705,7 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[st
             case 18 if passing := [i for i in sorted(known) if policy._requests[i].is_passing]:
                 name = rng.choice(passing)
                 if rng.random() < 0.5:
-                    policy.on_passing_failed(name, now, rng.choice(CAUSES))
+                    policy.on_passing_failed(name, rng.choice(decode), now, rng.choice(CAUSES))
                 elif policy.on_passed(name, rng.choice(decode), rng.randrange(300), now) is not None:
                     known.discard(name)
             case 14 | 15:

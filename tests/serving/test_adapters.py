@@ -6,12 +6,14 @@ request.
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.deploy.local import LocalCluster
+from engine.adapters.weights import AdapterWeights, load_weights
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
 from tests.adapters import KINDS, make_adapter, merged
@@ -26,6 +28,7 @@ from tests.serving.harness import (
     replays,
     router_with,
     tokens_of,
+    until,
     worker_with,
 )
 
@@ -178,6 +181,29 @@ async def test_one_that_only_the_decode_worker_lacks_is_told_before_a_token(
         cluster.check_invariants()
     assert str(failed.value).startswith("INVALID_ARGUMENT: ")
     assert str(failed.value).endswith("decode-0: adapter 'odd' cannot be served: it has no such directory")
+
+
+async def test_answers_go_on_where_another_ones_adapter_is_loaded(
+    model_dir: ModelDir, adapters: dict[str, str], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the decode worker: prefill's step has no answer in it."""
+    async with cluster_of(model_dir("llama"), adapters) as cluster, AsyncClient(cluster.endpoint) as client:
+        go_on, load, lacking = threading.Event(), load_weights, cluster.decode[0].engine.adapters
+
+        def slowly(*args: Any, **more: Any) -> AdapterWeights:
+            if args[1] is lacking._adaptable:
+                go_on.wait(60)
+            return load(*args, **more)
+
+        monkeypatch.setattr("engine.adapters.store.load_weights", slowly)
+        waits = asyncio.create_task(ask(client, 1))
+        await until(lambda: bool(lacking._loading), "the decode worker loads it")
+        assert list((await ask(client, 0)).token_ids) == wanted[0]
+        assert not waits.done()
+        go_on.set()
+        assert list((await waits).token_ids) == wanted[1]
+        await cluster.settled()
+        cluster.check_invariants()
 
 
 async def test_they_come_and_go_while_requests_run(

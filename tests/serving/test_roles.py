@@ -182,6 +182,14 @@ async def test_what_is_asked_for_last_holds(
         await client.set_role("prefill-0", "mixed")
         await until(lambda: state_of(cluster, "prefill-0") == ("mixed", "ready"), "and both")
         assert _has_chunks(worker, 24), "what it was told while it had none"
+        settled, go_on, close = asyncio.Event(), asyncio.Event(), worker.role.close
+        monkeypatch.setattr(worker.role, "close", slowly)
+        await client.set_role("prefill-0", "decode")
+        await settled.wait()
+        await client.set_role("prefill-0", "mixed")
+        await until(lambda: worker._change._then is not None, "the worker was asked")
+        go_on.set()
+        await until(lambda: state_of(cluster, "prefill-0") == ("mixed", "ready"), "it keeps the role that it had")
         assert [list(answer.token_ids) for answer in await _ask(client)] == expected
         await cluster.settled()
         cluster.check_invariants()

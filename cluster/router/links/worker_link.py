@@ -202,6 +202,8 @@ class WorkerLink:
     def set_role(self, role: str, chunk_tokens: int | None) -> None:
         if role != self.role:
             self._order_ns = time.monotonic_ns()
+        elif chunk_tokens is None:  # it is taken back
+            self._order_ns = 0
         self._put(pb.RouterMessage(set_role=pb.SetRole(role=role, chunk_tokens=chunk_tokens)))
 
     def _put(self, message: pb.RouterMessage) -> None:

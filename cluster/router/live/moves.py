@@ -79,11 +79,11 @@ class LiveMoves:
             live.receipt = event.receipt
         return self._policy.on_passed(live.wire_id, to, event.cached_tokens, self._clock())
 
-    def on_passing_failed(self, live: LiveRequest, source: str, reason: str, cause: Cause) -> None:
-        """The worker reads on."""
+    def on_passing_failed(self, live: LiveRequest, source: str, event: pb.RequestEvent, cause: Cause) -> None:
+        """The worker reads on, for whom it says."""
         self._metrics.counts["moves_failed"] += 1
-        log.info("%s stays at %s: %s", live.wire_id, source, reason)
-        self._policy.on_passing_failed(live.wire_id, self._clock(), cause)
+        log.info("%s stays at %s: %s", live.wire_id, source, event.reason)
+        live.decode = self._policy.on_passing_failed(live.wire_id, event.decode_worker, self._clock(), cause)
 
     def on_moved(self, live: LiveRequest, source: str, to: str, receipt: HandoffReceipt, at_s: float) -> Retry | None:
         """That worker has it since `at_s`, as it says itself or `source` does. Returns what becomes of it if it is lost
