@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ PIECE_CHARS = 65_536  # that are counted at once; others' texts take their turn 
 USUAL_CHARS = 4  # a token's; a text with more for each token that the model takes is counted first
 SURELY_TOO_LONG = 2  # times the model's length, counted in pieces: more than pieces' ends can add
 RETRY_AFTER_S = 1.0
+REPLACEMENT = "\ufffd"
+SPACE = "\u2581"  # SentencePiece's
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's
 MAX_WAITING_BYTES = FrontOptions().max_tokenizing_bytes
 
 
@@ -70,7 +74,27 @@ class TextCodec:
         return self.special_ids & {self.backend.token_to_id(token) for token in tokens}
 
     def token_text(self, token_id: int) -> str:
-        return str(self.backend.decode([token_id], skip_special_tokens=False))
+        """With the space before it, which decoders of SentencePiece's kind take from a first token."""
+        text = str(self.backend.decode([token_id], skip_special_tokens=False))
+        is_spaced = (self.backend.id_to_token(token_id) or "").startswith(SPACE) and not text.startswith(" ")
+        return f" {text}" if is_spaced else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of its text; of a part of a character, those that it is, and not those of what stands for them (U+FFFD)."""
+        text, token = self.token_text(token_id), self.backend.id_to_token(token_id)
+        if REPLACEMENT not in text or token is None:
+            return text.encode()
+        if byte := BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        known = self._bytes_of_letters
+        return bytes(known[letter] for letter in token) if known.keys() >= set(token) else text.encode()
+
+    @cached_property
+    def _bytes_of_letters(self) -> dict[str, int]:
+        """In which tokens of byte-level BPE are spelled."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         return str(self.backend.decode(list(token_ids), skip_special_tokens=False))

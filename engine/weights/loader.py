@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from engine.types import LengthRope, ModelInfo
 from engine.weights import experts, int8, ropes
 from engine.weights.config import ServedConfig, first_sentence
 from engine.weights.stage import PassLeaves
+
+logger = logging.getLogger(__name__)
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 PROBE_TOKENS = 2
@@ -249,7 +252,7 @@ def describe(
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=int(text.vocab_size),
         max_model_len=max_len,
-        eos_token_ids=_eos_token_ids(model),
+        eos_token_ids=_eos_token_ids(model, int(text.vocab_size)),
         num_layers=num_layers,
         num_params=sum(p.numel() for p in parameters.values()),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters.values()) - int8.saved_bytes(model),
@@ -257,7 +260,8 @@ def describe(
     )
 
 
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
+    """Without those that it cannot draw: of -1, or of a tokenizer with more."""
     generation = getattr(model, "generation_config", None)
     ids = generation.eos_token_id if generation is not None else None
     if ids is None:
@@ -267,7 +271,9 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     ids = tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
     if not all(isinstance(i, int) for i in ids):
         raise UnsupportedModel(f"eos_token_id of the model is {ids!r:.80}; give a token id, or a list of them")
-    return ids
+    if strange := [i for i in ids if not 0 <= i < vocab_size]:
+        logger.warning("eos_token_id of the model has %s, and its ids end at %d: left out", strange, vocab_size - 1)
+    return tuple(i for i in ids if 0 <= i < vocab_size)
 
 
 def _fingerprint(model: PreTrainedModel) -> str:

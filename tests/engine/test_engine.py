@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import threading
@@ -259,6 +260,13 @@ def test_fingerprints_tell_weights_apart(directories: dict[str, str], tmp_path: 
         model.model.layers[1].mlp.up_proj.weight[7, 7] += 1.0  # neither at its beginning nor at its end
     model.save_pretrained(tmp_path)
     assert load(str(tmp_path)).info.fingerprint != load(directories["llama"]).info.fingerprint
+
+
+@pytest.mark.parametrize(("given", "kept"), [(-1, ()), ([2, VOCAB, -5], (2,)), ([], ())])
+def test_ids_that_end_an_answer_are_ids_of_the_model(tmp_path: Path, given: object, kept: tuple[int, ...]) -> None:
+    directory = save(tmp_path, "LlamaConfig")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    assert load(directory).info.eos_token_ids == kept
 
 
 def test_progress_goes_through_the_stages_in_order(directories: dict[str, str]) -> None:

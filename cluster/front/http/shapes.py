@@ -9,7 +9,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from cluster.front.http.parsing import Part
-from cluster.front.tokenizer import TextCodec
+from cluster.front.tokenizer import REPLACEMENT, TextCodec
 from kvrelay.v1 import generate_pb2
 
 LEAST_LOGPROB = -9999.0  # vLLM's
@@ -170,7 +170,18 @@ class TokenNames:
     by_id: bool = False
 
     def of(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.by_id or self.codec is None else self.codec.token_text(token_id)
+        """A part of a character is named by its bytes, as by OpenAI; what has no text by its id: no two are alike."""
+        text, raw = self.text(token_id), self.raw(token_id)
+        return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def text(self, token_id: int) -> str:
+        text = "" if self.by_id or self.codec is None else self.codec.token_text(token_id)
+        return text or f"token_id:{token_id}"
+
+    def raw(self, token_id: int) -> bytes:
+        """Its text's, or what it is of a character."""
+        text = self.text(token_id)
+        return text.encode() if self.codec is None or REPLACEMENT not in text else self.codec.token_bytes(token_id)
 
 
 def finite(logprob: float) -> float:
@@ -190,8 +201,8 @@ def chat_logprobs(names: TokenNames, part: generate_pb2.GenerateResponse) -> Cha
 
 
 def _chat_top(names: TokenNames, token: generate_pb2.TokenLogprob) -> ChatTop:
-    text = names.of(token.token_id)
-    return {"token": text, "logprob": finite(token.logprob), "bytes": list(text.encode())}
+    name, raw = names.of(token.token_id), names.raw(token.token_id)
+    return {"token": name, "logprob": finite(token.logprob), "bytes": [*raw]}
 
 
 def stop_reason(part: generate_pb2.GenerateResponse, stop_token_ids: Sequence[int]) -> str | int | None:

@@ -56,15 +56,15 @@ class CompletionTeller:
             positions = [*part.prompt_logprobs, *positions]
         if not positions:
             return None
-        first = [self.names.of(prompt_ids[0])] if is_echo else []
-        tokens = [*first, *(self.names.of(each.chosen.token_id) for each in positions)]
+        first = [prompt_ids[0]] if is_echo else []
+        token_ids = [*first, *(each.chosen.token_id for each in positions)]
         offsets = []
-        for token in tokens:
+        for token_id in token_ids:
             offsets.append(self.offset)
-            self.offset += len(token)
+            self.offset += len(self.names.text(token_id))
         none = [None] if is_echo else []
         return {
-            "tokens": tokens,
+            "tokens": [self.names.of(token_id) for token_id in token_ids],
             "token_logprobs": [*none, *(finite(each.chosen.logprob) for each in positions)],
             "top_logprobs": [*none, *(_by_name(self.names, each) for each in positions)],
             "text_offset": offsets,

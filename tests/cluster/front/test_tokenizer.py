@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import grpc
 import pytest
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from cluster.front.http.shapes import TokenNames
 from cluster.front.tokenizer import TextCodec, TokenizerError, load_codec
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
@@ -37,6 +38,25 @@ async def test_ids_are_those_of_transformers(directory: Path) -> None:
     text = "hello world and more"
     wanted = AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
     assert await codec.encode(text, 512) == wanted == [0, 2, 3, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["letters for bytes", "bytes by number"])
+def test_tokens_have_names_that_differ_and_the_bytes_that_they_are(kind: str) -> None:
+    """The three bytes of a character, a word behind a space, and an id that is no token's."""
+    if kind == "letters for bytes":
+        tokenizer = Tokenizer(models.BPE({"æ": 0, "¼": 1, "¢": 2, "Ġword": 3}, []))
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer = Tokenizer(models.BPE({"<0xE6>": 0, "<0xBC>": 1, "<0xA2>": 2, "▁word": 3}, []))
+        first, rest = decoders.Replace("▁", " "), (decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0))
+        tokenizer.decoder = decoders.Sequence([first, *rest])
+    codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    names = TokenNames(codec)
+    raw = [names.raw(token_id) for token_id in range(5)]
+    assert raw == [b"\xe6", b"\xbc", b"\xa2", b" word", b"token_id:4"]
+    assert [names.of(i) for i in range(5)] == ["bytes:\\xe6", "bytes:\\xbc", "bytes:\\xa2", " word", "token_id:4"]
+    assert b"".join(raw[:3]).decode() == codec.text_of([0, 1, 2]) == "漢"
+    assert TokenNames(codec, by_id=True).of(0) == "token_id:0"
 
 
 async def test_a_long_text_is_not_cut_by_settings_of_the_file(directory: Path) -> None:
