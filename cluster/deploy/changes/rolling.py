@@ -15,6 +15,7 @@ from cluster.deploy.roster import Member, Roster
 from cluster.router.takers import RouterStanding, why_alone, without
 from cluster.spec.pool import PoolSpec
 from cluster.spec.resolve import WorkerPlan
+from worker.roles import ROLES
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class Rolling:
         return Standing(
             name=member.name,
             pool=member.pool,
-            role=member.role,
+            role=_role_now(member, routers),
             is_current=self._is_current(member),
             is_used=member.is_ready and not strangers,
             is_stand_in=member.is_stand_in,
@@ -137,6 +138,13 @@ class Rolling:
             trouble=trouble or f"ready, and not yet used by {', '.join(strangers)}",
             failure=_failure(member),
         )
+
+
+def _role_now(member: Member, routers: Mapping[str, RouterStanding]) -> str:
+    """By the phases that routers have it for: it may have been given another role than it was started with."""
+    takers = [(key, names) for router in routers.values() for key, names in router.takers.items()]
+    phases = {key.partition(" ")[0] for key, names in takers if member.name in names}
+    return next((kind.name for kind in ROLES.values() if phases == {*kind.phases}), member.role)
 
 
 def _why_asked_for(worker: Standing, name: str, router: RouterStanding) -> str:

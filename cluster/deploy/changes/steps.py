@@ -26,7 +26,7 @@ class Standing:
 
     name: str
     pool: str
-    role: str
+    role: str  # that it has now
     is_current: bool  # it was started as the spec has it now
     is_used: bool = False  # ready, and every router sends it requests, or would
     is_stand_in: bool = False
@@ -147,10 +147,11 @@ def _let_go(worker: Standing, workers: Sequence[Standing], alone: Mapping[str, s
     others = [each for each in workers if each is not worker and not each.is_leaving and each.model == worker.model]
     for phase in kind_of(worker.role).phases if worker.is_used and not worker.is_unserved else ():
         if not any(phase in kind_of(each.role).phases for each in others):
-            return Stop(
+            reason = (
                 f"{worker.name} is the only worker for {phase}, and there is no room for another one beside it; make "
                 "room, or have a pool for it grow first"
             )
+            return Stop(reason, tuple(each.name for each in others if each.is_stand_in and each.pool == worker.pool))
     if (worker.is_used or worker.is_unserved) and (why := alone.get(worker.name)):
         return Wait(why)
     return Drain(worker.name)

@@ -86,6 +86,24 @@ async def test_without_room_the_only_one_is_not_touched_and_it_stops() -> None:
     assert (host.left, host.started) == ([], [])
 
 
+async def test_who_has_become_the_only_one_for_another_phase_is_not_touched_and_its_stand_in_goes() -> None:
+    """The roles of both were changed since they were started."""
+    host, roster, running, rolling = made()
+    host.has = True
+    takers = {"prefill": {"decode-0": True}, "decode": {"prefill-0": True}}
+    running.roll(["prefill"], None)
+    ready = {each.name: each.incarnation for each in roster.workers_now()}
+    await rolling.step({"router-0": RouterStanding(takers, ready)})
+    assert host.started == [("prefill", True)]
+    be_ready(roster.member(roster.add("prefill", "prefill", is_stand_in=True)), running)
+    takers["prefill"]["prefill-1"] = True
+    ready = {each.name: each.incarnation for each in roster.workers_now()}
+    while running.is_rolling:
+        await rolling.step({"router-0": RouterStanding(takers, ready)})
+    assert running.reason.startswith("prefill-0 is the only worker for decode")
+    assert host.left == ["prefill-1"]
+
+
 async def test_a_stand_in_makes_room_for_one_that_waits_for_it() -> None:
     host, roster, running, rolling = made()
     running.sizes["decode"] = 2
