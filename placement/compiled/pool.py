@@ -13,11 +13,13 @@ import copyreg
 import gc
 import multiprocessing
 import pickle
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
+from multiprocessing import resource_tracker
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
@@ -44,9 +46,12 @@ def simulation_pool(processes: int, *, cache: Path | None = None) -> Iterator[Po
     before = list(sys.path)
     if folder is not None:
         sys.path[:0] = [str(folder), str(ROOT)]  # what is not compiled is found beside the sources
+    resource_tracker.ensure_running()  # it would have the signal again
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for whoever ends the pool
     try:
         pool = context.Pool(processes, _collect_seldom)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         sys.path[:] = before
     with pool:
         yield pool

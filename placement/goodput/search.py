@@ -27,6 +27,8 @@ from placement.workload.traffic import Traffic
 MOST_RAISES = 6
 MOST_STEPS = 12  # out of a range that was given, each as large as all before
 MOST_HALVINGS = 9
+LOWER = 0.85  # of the lowest rate tried, where that may miss the SLO
+MOST_LOWER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ def find_goodput(problem: GoodputProblem) -> Knee:
     found = {estimate.point.rate: estimate for estimate in tried}
     if problem.longer is not None:
         tried += _verified(replace(problem, effort=problem.longer), found)
+    if low:
+        tried += _lower(problem, found)
     estimates = tuple(found[rate] for rate in sorted(found))
     return Knee(
         goodput=goodput_of(estimates, problem.targets.most_slack),
@@ -91,6 +95,18 @@ def find_goodput(problem: GoodputProblem) -> Knee:
         num_simulated=sum(estimate.num_simulated for estimate in tried),
         cpu_s=sum(estimate.cpu_s for estimate in tried),
     )
+
+
+def _lower(problem: GoodputProblem, found: dict[float, Estimate]) -> list[Estimate]:
+    """Where even the lowest rate may miss the SLO, lower ones, until one surely keeps it: else only a guess would bound
+    the goodput from below. They are put to what is found."""
+    looked_at: list[Estimate] = []
+    rate = min(found)
+    while found[rate].slack.low < 0 and len(looked_at) < MOST_LOWER:
+        rate *= LOWER
+        found[rate] = problem.estimate(rate)
+        looked_at.append(found[rate])
+    return looked_at
 
 
 def _verified(problem: GoodputProblem, found: dict[float, Estimate]) -> list[Estimate]:

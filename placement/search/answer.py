@@ -27,6 +27,8 @@ CURVE = Effort(first_requests=1000, max_requests=2000, half_width=0.03, decides=
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
 CURVES = 4  # candidates that get them
 BEYOND = (1.1, 1.3, 1.6)  # of the goodput: where it is seen which pool binds, the first that misses the SLO
+STEP_DOWN = 0.985  # of a goodput that a longer run does not keep
+MOST_STEPS_DOWN = 5
 MANY = 100  # requests, whose arrivals say something
 QUESTION_KEYS = (
     "num_gpus",
@@ -55,6 +57,9 @@ class PlanAnswer:
         """`tried`: what has a goodput, the best first."""
         rate = self.question.rate or tried[0].goodput.value
         tried, at_rate, knee = self._looked_at(tried, rate)
+        if not self.question.rate:
+            tried, at_rate = self._kept(tried, at_rate)
+            rate = at_rate.point.rate
         chosen = tried[0]
         binding, relief = self._relieved(chosen, knee)
         headroom = max(0.0, 1 - rate / chosen.goodput.value)
@@ -125,6 +130,22 @@ class PlanAnswer:
         curves += [list(goodput.curve) for goodput in tried[CURVES:]]
         drawn = [replace(goodput, curve=_falling(curve)) for goodput, curve in zip(tried, curves, strict=True)]
         return drawn, at_rate, self._missing(placement, tried[0].goodput.value, knee)
+
+    def _kept(self, tried: Sequence[Goodput], at_rate: Estimate) -> tuple[list[Goodput], Estimate]:
+        """No rate is asked for: the goodput is one that the longest of all runs keeps, too."""
+        best, *others = tried
+        placement, error = self.placements[best.candidate], self.search.error_of(best.candidate)
+        for _ in range(MOST_STEPS_DOWN):
+            if at_rate.keeps_slo:
+                break
+            (done,) = self._done([self._job(placement, STEP_DOWN * at_rate.point.rate, FINAL, error)])
+            assert isinstance(done, Estimate)
+            at_rate = done
+        value = min(at_rate.point.rate, best.goodput.value)
+        return [
+            replace(best, goodput=replace(best.goodput, value=value, low=min(best.goodput.low, value))),
+            *others,
+        ], at_rate
 
     def _error_searches(self, chosen: Goodput, error: float) -> list[GoodputProblem]:
         """At times so much longer and shorter as the latency model may be wrong."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 
 MOONCAKE_BLOCK_TOKENS = 512
+MOST_LENGTH = 1_000_000_000  # tokens
 MOST_PRIORITY = 2**31 - 1  # that a request can carry
 WHOLE_PRIORITY = f"a whole number of {-MOST_PRIORITY} to {MOST_PRIORITY}, 0 for most"
 COLUMNS = {  # of a CSV: what it may call them, in any case of letters
@@ -76,7 +78,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[Shape]:
     """The first `limit` requests of a trace, the first one at 0 s. Raises WorkloadError naming file, line and key."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            read = _mooncake_rows if file.read(1) == "{" else _csv_rows
+            first = next((letter for letter in iter(partial(file.read, 1), "") if not letter.isspace()), ",")
+            is_json = first in "{[" or path.suffix in (".json", ".jsonl")
+            read = _mooncake_rows if is_json else _csv_rows
             file.seek(0)
             rows = list(islice(read(file, str(path)), limit))
     except OSError as error:
@@ -140,8 +144,8 @@ def _mooncake_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise WorkloadError(f"{where}: not JSON ({error.msg}); give one object on each line") from None
+        except ValueError as error:
+            raise WorkloadError(f"{where}: not JSON ({error}); give one object on each line") from None
         if not isinstance(row, dict):
             raise WorkloadError(f"{where}: {line.strip()[:40]} is no object; give one on each line")
         at_s = _value(where, row, "timestamp", float, "milliseconds") / 1000.0
@@ -199,8 +203,8 @@ def _cancel(where: str, row: dict[str, Any], key: str) -> float:
 
 def _length(where: str, row: dict[str, Any], key: str) -> int:
     length: int = _value(where, row, key, _whole, "a whole number of 1 or more")
-    if length < 1:
-        raise WorkloadError(f"{where}: {key} is {length}; give 1 or more, or take the line out")
+    if not 1 <= length <= MOST_LENGTH:
+        raise WorkloadError(f"{where}: {key} is {length!s:.40}; give 1 to {MOST_LENGTH}, or take the line out")
     return length
 
 
@@ -210,8 +214,8 @@ def _value(where: str, row: dict[str, Any], key: str, kind: Callable[[Any], Any]
         raise WorkloadError(f"{where}: {key} is missing; give {wanted}")
     try:
         value = kind(given)
-    except (TypeError, ValueError):
-        raise WorkloadError(f"{where}: {key} is {given!r}; give {wanted}") from None
+    except (TypeError, ValueError, OverflowError):
+        raise WorkloadError(f"{where}: {key} is {given!r:.80}; give {wanted}") from None
     if isinstance(value, float) and not math.isfinite(value):
         raise WorkloadError(f"{where}: {key} is {given!r}; give {wanted}")
     return value

@@ -127,6 +127,9 @@ def test_a_bad_azure_line_is_named(tmp_path: Path, lines: str, where: str, named
         ('{"timestamp": 0, "input_length": 5, "output_length": 5}', "timestamp is 0.001 s before"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": 3}', "hash_ids is 3"),
         ("[1]", "is no object"),
+        (f'{{"timestamp": 1{"0" * 400}, "input_length": 5, "output_length": 5}}', "timestamp is 10000"),
+        (f'{{"timestamp": 1{"0" * 5000}, "input_length": 5, "output_length": 5}}', "not JSON"),
+        (f'{{"timestamp": 1, "input_length": 1{"0" * 400}, "output_length": 5}}', "input_length is 10000"),
     ],
 )
 def test_a_bad_mooncake_line_is_named(tmp_path: Path, line: str, named: str) -> None:
@@ -136,6 +139,15 @@ def test_a_bad_mooncake_line_is_named(tmp_path: Path, line: str, named: str) -> 
         workload.read_trace(path)
     assert "bad.jsonl:2: " in str(caught.value)
     assert named in str(caught.value)
+
+
+def test_blank_lines_before_a_mooncake_trace_make_it_no_table(tmp_path: Path) -> None:
+    path = tmp_path / "blank.txt"
+    path.write_text('\n  \n{"timestamp": 1, "input_length": 5, "output_length": 5}\n')
+    assert [shape.input_len for shape in workload.read_trace(path)] == [5]
+    path.write_text('[\n{"timestamp": 1, "input_length": 5, "output_length": 5}\n]')
+    with pytest.raises(WorkloadError, match=r"blank.txt:1: not JSON .*; give one object on each line"):
+        workload.read_trace(path)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,20 @@ def test_the_interval_of_a_goodput_is_where_the_attainments_could_cross() -> Non
     assert astuple(found) == pytest.approx((2, 1.8, 2.2))
 
 
+def test_rates_are_lowered_until_one_surely_keeps_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short runs are sure up to 8 requests/s; long ones only below 7."""
+
+    def estimated(self: GoodputProblem, rate: float) -> Estimate:
+        is_long = self.effort is not QUICK
+        slack = -0.3 if rate > 8 else 0.01 if is_long and rate > 7 else 0.1
+        return looked(rate, slack, 0.05 if is_long else 0.01)
+
+    monkeypatch.setattr(GoodputProblem, "estimate", estimated)
+    found = find_goodput(problem(bottom=7.8, top=8.2, longer=Effort()))
+    assert found.goodput.low > 6
+    assert [at.slack.low >= 0 for at in found.estimates][:2] == [True, False]
+
+
 def test_between_two_rates_that_are_sure_the_goodput_is_anywhere() -> None:
     found = goodput_of([looked(1, 0.1, 0.01), looked(2, -0.4, 0.05)], most_slack=0.1)
     assert astuple(found) == pytest.approx((1.2, 1, 2))
