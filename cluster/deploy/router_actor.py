@@ -5,6 +5,7 @@ gRPC, tells the controller how that goes, and hands the router the newest word o
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ from worker.wire.tokens import TokenError, read_tokens
 
 if TYPE_CHECKING:
     from cluster.front.server import ServerOptions
+
+logger = logging.getLogger(__name__)
 
 ANY_ADDRESS = ("0.0.0.0", "::")
 CALL_TIMEOUT_S = 10.0
@@ -126,8 +129,9 @@ class ControllerPools:
         try:
             return await asyncio.wait_for(asyncio.to_thread(ask), CALL_TIMEOUT_S)
         except (RayError, ValueError, TimeoutError) as error:
-            why = " ".join(str(error).split()) or f"it said nothing for {CALL_TIMEOUT_S:g} s"
-            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, f"the controller does not answer: {why}") from None
+            logger.warning("the controller does not answer: %s", " ".join(str(error).split()) or type(error).__name__)
+            why = "the controller does not answer, and may have done it; look, and ask again when it is back"
+            raise RequestFailed(grpc.StatusCode.UNAVAILABLE, why) from None
 
 
 def _options(spec: ClusterSpec, index: int, greeting: Greeting, cluster_id: str) -> ServerOptions:

@@ -12,20 +12,28 @@ from pathlib import Path
 from cluster.usage.database import CREATE_IDENTITY, CREATE_INDEX, DatabaseError, UsageDatabase, create_usage
 
 BUSY_S = 10.0  # that another router may write
+OF_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN)
+
+
+class DiskError(DatabaseError):
+    """No room for it, say: what may pass."""
 
 
 class SqliteDatabase(UsageDatabase):
     mark = "?"
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, DatabaseError."""
-        self.name = str(path)
+        """Raises OSError, DatabaseError; but not where a disk has no room for what was opened before: a router that
+        begins again serves on, as one does that runs."""
+        self.name, self.identity = str(path), ""
+        is_known = path.exists() and path.stat().st_size > 0
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        with self._transaction() as db:
-            _write_ahead(db)
-            for statement in (create_usage("BLOB", " WITHOUT ROWID"), CREATE_INDEX, CREATE_IDENTITY):
-                db.execute(statement)
-            self.identity = self._identity(db)
+        try:
+            with self._transaction():
+                pass
+        except DiskError:
+            if not is_known:
+                raise
 
     def close(self) -> None:
         return
@@ -34,9 +42,18 @@ class SqliteDatabase(UsageDatabase):
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         try:
             with closing(sqlite3.connect(self.name, timeout=BUSY_S)) as db, db:
+                if not self.identity:
+                    self._make_tables(db)
                 yield db
         except (sqlite3.Error, OverflowError) as error:
-            raise DatabaseError(str(error)) from error
+            is_of_disk = getattr(error, "sqlite_errorcode", 0) & 0xFF in OF_DISK  # its kind; above it the case
+            raise (DiskError if is_of_disk else DatabaseError)(str(error)) from error
+
+    def _make_tables(self, db: sqlite3.Connection) -> None:
+        _write_ahead(db)
+        for statement in (create_usage("BLOB", " WITHOUT ROWID"), CREATE_INDEX, CREATE_IDENTITY):
+            db.execute(statement)
+        self.identity = self._identity(db)
 
 
 def _write_ahead(db: sqlite3.Connection) -> None:

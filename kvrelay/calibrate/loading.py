@@ -18,9 +18,10 @@ from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import drawn
 from kvrelay.bench.workload import timed_shapes
 from kvrelay.calibrate.contention import ServedRun
+from kvrelay.calibrate.probes import failure_of
 from kvrelay.calibrate.served_steps import busy_s, courses_of, span_s
 from kvrelay.client.client import AsyncClient
-from kvrelay.client.types import KvrelayError, ServedModel
+from kvrelay.client.types import ServedModel
 from placement.latency.profile import Profile
 from placement.latency.profile_latency import ProfileLatency
 
@@ -115,7 +116,7 @@ async def _run(client: AsyncClient, model: ServedModel, options: WorkloadOptions
     outcomes, _ = await play(client, planned, timeout_s=WAIT_S)
     failed = next((outcome for outcome in outcomes if not outcome.succeeded), None)
     if failed is not None:
-        raise KvrelayError(failed.code, failed.message)
+        raise failure_of(failed, WAIT_S)
     load = await client.load(time.monotonic() - begun_s)
     return ServedRun(
         at_s=at_s,

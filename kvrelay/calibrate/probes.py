@@ -150,9 +150,20 @@ class Prober:
         return samples
 
 
+def failure_of(outcome: Outcome, wait_s: float) -> KvrelayError:
+    """Nobody gave the deadline that it may have missed."""
+    if outcome.code != "DEADLINE_EXCEEDED":
+        return KvrelayError(outcome.code, outcome.message)
+    why = (
+        f"an answer to {outcome.input_len} prompt tokens took more than {wait_s:g} s: the workers are slow, or others "
+        "ask them, too; calibrate when nobody does, or give the cluster a smaller max_model_len"
+    )
+    return KvrelayError(outcome.code, why)
+
+
 def _good(outcome: Outcome) -> Outcome:
     if not outcome.succeeded:
-        raise KvrelayError(outcome.code, outcome.message)
+        raise failure_of(outcome, WAIT_S)
     if outcome.timeline is None or outcome.usage is None:
         raise ProbeError("an answer came without its timeline; the server is no kvrelay router of this version")
     return outcome

@@ -97,7 +97,7 @@ def pool_data(pool: PoolPlan, label: str, shape: ModelShape | None, *, has_gpus:
     data |= {"tensor_parallel": pool.degrees.tp} if pool.degrees.tp > 1 else {}
     data |= {"pipeline_parallel": pool.degrees.pp} if pool.degrees.pp > 1 else {}
     data |= {"threads": pool.degrees.threads} if pool.degrees.threads else {}
-    if has_gpus:
+    if has_gpus and pool.degrees.unit == "GPU":
         data["num_gpus"] = pool.degrees.gpus
     if shape is not None:
         data["kv_memory"] = _kv_memory(pool, shape)

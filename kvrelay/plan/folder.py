@@ -96,7 +96,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
 
 def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str, ...]]:
     """(the spec's text, or why there is none, sentences to tell)."""
-    has_gpus = request.latency_kind != "profile"
+    has_gpus = request.latency_kind != "profile" and plan.chosen.candidate.unit == "GPU"
     most_gpus = min(catalog.gpus_per_node for catalog in catalogs(request)) if has_gpus else math.inf
     placement, why_not = cluster.to_run(plan, most_gpus), cluster.why_not_started(plan.chosen, most_gpus)
     if placement is None:

@@ -110,7 +110,9 @@ class PlanRequest(Spec):
     what_if: bool = setting(
         False, "Also simulate what moves the answer: times, targets, lengths; one worker more; twice the rate."
     )
-    processes: int | None = setting(None, "Simulate in so many; 0: in this one. Default: one a core.", ge=0)
+    processes: int | None = setting(
+        None, "Simulate in so many; 0: in this one, uncompiled, at a quarter of the speed. Default: one a core.", ge=0
+    )
 
     @field_validator("latency", mode="after")
     @classmethod

@@ -80,7 +80,8 @@ class RooflineCatalog:
         """TP within a node that a worker loads, PP that divides the layers; the smallest first."""
         tps = self._tps()
         pps = [pp for pp in range(1, self.max_pp + 1) if self.shape.num_layers % pp == 0]
-        fitting = [Degrees(tp, pp) for tp in tps for pp in pps if tp * pp <= max_gpus]
+        threads = 1 if self.machine.unit == "core" else 0
+        fitting = [Degrees(tp, pp, threads) for tp in tps for pp in pps if tp * pp <= max_gpus]
         return sorted(fitting, key=lambda degrees: (degrees.gpus, degrees.pp))
 
     def _tps(self) -> list[int]:

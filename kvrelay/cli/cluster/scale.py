@@ -13,6 +13,7 @@ from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import FAILURE, CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.progress import progress
+from kvrelay.client.types import KvrelayError
 
 if TYPE_CHECKING:
     from kvrelay.client.client import Client
@@ -71,7 +72,11 @@ def _wait(
         while pending and time.monotonic() < until_s:
             on_progress(", ".join(map(_standing, pending)), most - len(pending), most)
             time.sleep(POLL_S)
-            pending = client.scale(pool, look=True)
+            try:
+                pending = client.scale(pool, look=True)
+            except KvrelayError as error:  # who keeps the pool begins again, and goes on
+                if error.code != "UNAVAILABLE":
+                    raise
     return pending
 
 

@@ -139,3 +139,30 @@ def test_a_file_that_another_writes_for_long_keeps_no_router_from_starting(
         assert totals(database) == {(HOUR, "anna"): Counts(requests=1)}
     database.store([row(version=2, requests=2)])
     assert totals(database) == {(HOUR, "anna"): Counts(requests=2)}
+
+
+@pytest.mark.unit
+def test_a_disk_that_is_full_keeps_no_router_from_beginning_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "usage.db"
+    full = sqlite3.OperationalError("disk I/O error")
+    full.sqlite_errorcode = sqlite3.SQLITE_IOERR_SHMSIZE
+
+    def refuse(_: sqlite3.Connection) -> None:
+        raise full
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite, "_write_ahead", refuse)
+        with pytest.raises(DatabaseError, match="disk I/O error"):
+            open_database(path)  # where it never was, it is told at once
+    path.unlink()
+    open_database(path).store([row(requests=1)])
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite, "_write_ahead", refuse)
+        again = open_database(path)
+        with pytest.raises(DatabaseError, match="disk I/O error"):
+            again.store([row(1, requests=1)])
+    again.store([row(1, requests=1)])
+    assert again.identity
+    assert totals(again)[HOUR, "anna"].requests == 2

@@ -12,6 +12,7 @@ import yaml
 from cluster.spec.load import parse_spec
 from cluster.spec.resolve import Machine, resolve, workers_of
 from kvrelay.calibrate import verifying
+from kvrelay.plan.catalogs import catalogs
 from kvrelay.plan.command import command_of
 from kvrelay.plan.folder import cluster_spec, plan_object
 from kvrelay.plan.planning import asked
@@ -92,6 +93,19 @@ def test_each_is_written_as_a_spec_that_pins_as_many_cores(name: str, tmp_path: 
     workers = workers_of(resolve(spec, CORES))
     assert sorted(core for worker in workers for core in worker.cpus) == [0, 1]
     assert [worker.engine["threads"] for worker in workers] == [len(worker.cpus) for worker in workers]
+
+
+def test_cores_of_a_hardware_file_are_cores_and_no_gpus() -> None:
+    keys = {"random_input_len": 64, "random_output_len": 16, "ttft": "500ms", "tpot": "50ms", "rate": 1}
+    asked_for = build_request(None, {"model": MODEL, "hardware": "cpu-generic", **keys})
+    catalog = catalogs(asked_for)[0]
+    worker = offers_of(catalog)(catalog.degrees(1)[0], True)
+    found = planned(pair_of((worker, 1), (worker, 1), catalog.hardware), asked_for)
+    text, refusal, notes = cluster_spec(found, asked_for)
+    assert (refusal, notes) == ("", ())
+    pools = parse_spec(yaml.safe_load(text)).pools
+    assert [(pool.threads, pool.num_gpus) for pool in pools] == [(1, 0)] * 2
+    assert "on two cores of a Zen 5 server CPU" in answer(found)[0]
 
 
 @pytest.mark.parametrize("name", arrangements())
