@@ -204,7 +204,8 @@ def _cancel(where: str, row: dict[str, Any], key: str) -> float:
 def _length(where: str, row: dict[str, Any], key: str) -> int:
     length: int = _value(where, row, key, _whole, "a whole number of 1 or more")
     if not 1 <= length <= MOST_LENGTH:
-        raise WorkloadError(f"{where}: {key} is {length!s:.40}; give 1 to {MOST_LENGTH}, or take the line out")
+        mend = "1 or more" if length < 1 else f"{MOST_LENGTH} at most"
+        raise WorkloadError(f"{where}: {key} is {length!s:.40}; give {mend}, or take the line out")
     return length
 
 

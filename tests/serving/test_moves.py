@@ -122,7 +122,7 @@ async def test_a_worker_that_drains_is_left_by_all(
 async def test_who_could_not_be_reached_once_is_moved_to_later(
     model_dir: ModelDir, undisturbed: list[Completion], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("moving", "workers", "policy"):
+    for module in ("moving.moving", "workers", "policy"):
         monkeypatch.setattr(f"cluster.router.{module}.REST_S", 0.05)
     async with _cluster(model_dir("llama"), prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
         first, gate = cluster.decode[0], Gate(cluster.decode[0].engine, at=10)
