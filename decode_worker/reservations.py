@@ -105,8 +105,8 @@ class Reservations:
             why = f"{request.dropped_tokens} tokens of it are dropped, and at most {most_dropped} can be"
             return Denied(reason=f"{self._name}: {why}", retryable=False)
         weights = None if adapter is None else self._host.engine.adapters.begin(adapter)
-        is_loaded = weights is None or weights.done()
-        if room_tokens and not is_loaded:  # where it runs it waits for nothing
+        is_loading = weights is not None and not weights.done()
+        if room_tokens and is_loading:  # where it runs it waits for nothing
             return Denied(reason=f"{self._name} is loading its adapter", retryable=True)
         if self.reads_prompts and self._host.engine.layout.has_states:
             # a page that others have must not be computed again, as the last one of a prompt that is unread may be
@@ -128,14 +128,14 @@ class Reservations:
             max_new_tokens=held.new_tokens_left,
             hashes=hashes,
             room=room_tokens,
-            is_held=request.held or not is_loaded,
+            is_held=request.held or is_loading,
             priority=request.priority,
             most_pages=self.most_pages(request),
             num_beams=held.num_beams,
         )
         if not isinstance(answer, Denied):
             self.requests[held.id] = held
-            if weights is not None and not is_loaded:
+            if weights is not None and is_loading:
                 loop = asyncio.get_running_loop()
                 weights.add_done_callback(lambda _: loop.call_soon_threadsafe(self._begin_if_ready, held))
         return answer

@@ -61,9 +61,8 @@ class BeamOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens. Applied in this order: logit bias, penalties, what may not be drawn, temperature,
-    top-n-sigma, top-k, top-p, min-p, typical-p. That is vLLM's but for min-p, which it has before
-    top-k, and transformers'.
-    Names are vLLM's."""
+    top-n-sigma, top-k, top-p, min-p, typical-p. That is vLLM's but for min-p, which it has before top-k (transformers
+    has it here). Names are vLLM's."""
 
     temperature: float = 1.0  # 0 is greedy
     top_k: int = 0  # 0: off

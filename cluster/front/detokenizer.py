@@ -21,7 +21,7 @@ from typing import Any
 
 from engine.types import InvalidRequest
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 _MAX_HELD_CHARS = 3  # an incomplete UTF-8 character is at most three bytes, at most three U+FFFD
 _MAX_WINDOW_TOKENS = 24  # a longer window happens only inside a run of undecodable bytes
 _SHORT_WINDOW_TOKENS = 8  # enough bytes to resynchronise UTF-8
@@ -151,7 +151,7 @@ class _TextStream:
         self._special = special_ids(self._tokenizer) if hidden is None else hidden
         seen = (each for each in reversed(before) if each not in self._special)
         self._window = [*islice(seen, _SHORT_WINDOW_TOKENS)][::-1]
-        while (text := self._decode()).endswith(_REPLACEMENT):  # a character that is cut by the window's start, or end
+        while (text := self._decode()).endswith(REPLACEMENT):  # a character that is cut by the window's start, or end
             del self._window[0]
         self._context_len = len(self._window)  # tokens
         self._shown = text
@@ -201,4 +201,4 @@ class _TextStream:
 
 
 def _trailing_replacements(text: str) -> int:
-    return len(text) - len(text.rstrip(_REPLACEMENT)) if text.endswith(_REPLACEMENT) else 0
+    return len(text) - len(text.rstrip(REPLACEMENT)) if text.endswith(REPLACEMENT) else 0

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from cluster.front.detokenizer import special_ids
+from cluster.front.detokenizer import REPLACEMENT, special_ids
 from cluster.front.options import FrontOptions
 from cluster.front.structured import Forms
 from cluster.router.live.requests import RequestFailed
@@ -38,7 +38,6 @@ PIECE_CHARS = 65_536  # that are counted at once; others' texts take their turn 
 USUAL_CHARS = 4  # a token's; a text with more for each token that the model takes is counted first
 SURELY_TOO_LONG = 2  # times the model's length, counted in pieces: more than pieces' ends can add
 RETRY_AFTER_S = 1.0
-REPLACEMENT = "\ufffd"
 SPACE = "\u2581"  # SentencePiece's
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's
 MAX_WAITING_BYTES = FrontOptions().max_tokenizing_bytes
@@ -79,10 +78,10 @@ class TextCodec:
         is_spaced = (self.backend.id_to_token(token_id) or "").startswith(SPACE) and not text.startswith(" ")
         return f" {text}" if is_spaced else text
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int, text: str) -> bytes:
         """Of its text; of a part of a character, those that it is, and not those of what stands for them (U+FFFD)."""
-        text, token = self.token_text(token_id), self.backend.id_to_token(token_id)
-        if REPLACEMENT not in text or token is None:
+        token = self.backend.id_to_token(token_id) if REPLACEMENT in text else None
+        if token is None:
             return text.encode()
         if byte := BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(byte[1])

@@ -113,6 +113,11 @@ class RequestShape:
         return num_tokens if num_tokens < self.most_held else self.most_held
 
     @property
+    def kv_len(self) -> int:
+        """Tokens whose KV is handed over."""
+        return self.held_len(self.prompt_len)
+
+    @property
     def most_tokens(self) -> int:
         """Whose KV it may ever hold there, over all beams."""
         return self.held_len(self.prompt_len + self.max_tokens * max(1, self.num_beams))
@@ -157,11 +162,6 @@ class RoutedRequest:
     left: str = ""  # the decode worker that it has moved from, whose last tokens may not have come yet
     stays_away: dict[str, float] | None = None  # from decode workers that let its handoff wait, until when
     link: tuple[str, str] | None = None  # from whom and to whom its KV is on its way, where that is counted
-
-    @property
-    def kv_len(self) -> int:
-        """Tokens whose KV is handed over."""
-        return self.shape.held_len(self.shape.prompt_len)
 
     def at(self, phase: str) -> str:
         """The worker that computes it."""

@@ -138,14 +138,10 @@ class PlanAnswer:
         for _ in range(MOST_STEPS_DOWN):
             if at_rate.keeps_slo:
                 break
-            (done,) = self._done([self._job(placement, STEP_DOWN * at_rate.point.rate, FINAL, error)])
-            assert isinstance(done, Estimate)
-            at_rate = done
+            (at_rate,) = self._estimates([(placement, STEP_DOWN * at_rate.point.rate)], FINAL, error)
         value = min(at_rate.point.rate, best.goodput.value)
-        return [
-            replace(best, goodput=replace(best.goodput, value=value, low=min(best.goodput.low, value))),
-            *others,
-        ], at_rate
+        goodput = replace(best.goodput, value=value, low=min(best.goodput.low, value))
+        return [replace(best, goodput=goodput), *others], at_rate
 
     def _error_searches(self, chosen: Goodput, error: float) -> list[GoodputProblem]:
         """At times so much longer and shorter as the latency model may be wrong."""
@@ -183,9 +179,11 @@ class PlanAnswer:
             binding = "prefill" if relief["prefill"] > relief["decode"] else "decode"
         return binding, as_it_is | relief
 
-    def _estimates(self, wanted: Sequence[tuple[Placement, float]], effort: Effort) -> list[Estimate]:
+    def _estimates(
+        self, wanted: Sequence[tuple[Placement, float]], effort: Effort, error: float = 0.0
+    ) -> list[Estimate]:
         """Of each placement at a rate."""
-        done = self._done([self._job(placement, rate, effort) for placement, rate in wanted])
+        done = self._done([self._job(placement, rate, effort, error) for placement, rate in wanted])
         return [result for result in done if isinstance(result, Estimate)]
 
     def _job(self, placement: Placement, rate: float, effort: Effort, error: float = 0.0) -> EstimateJob:

@@ -9,7 +9,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from cluster.front.http.parsing import Part
-from cluster.front.tokenizer import REPLACEMENT, TextCodec
+from cluster.front.tokenizer import TextCodec
 from kvrelay.v1 import generate_pb2
 
 LEAST_LOGPROB = -9999.0  # vLLM's
@@ -163,6 +163,20 @@ def usage_body(usages: Sequence[generate_pb2.Usage]) -> UsageBody:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenName:
+    """`raw`: the text's bytes, or those that it is of a character."""
+
+    text: str
+    raw: bytes
+
+    @property
+    def name(self) -> str:
+        """A part of a character is named by its bytes, as by OpenAI: no two are alike."""
+        is_text = self.raw == self.text.encode()
+        return self.text if is_text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.raw)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenNames:
     """What a token is called where its log-probability is told."""
 
@@ -170,18 +184,14 @@ class TokenNames:
     by_id: bool = False
 
     def of(self, token_id: int) -> str:
-        """A part of a character is named by its bytes, as by OpenAI; what has no text by its id: no two are alike."""
-        text, raw = self.text(token_id), self.raw(token_id)
-        return text if raw == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        return self.token(token_id).name
 
-    def text(self, token_id: int) -> str:
-        text = "" if self.by_id or self.codec is None else self.codec.token_text(token_id)
-        return text or f"token_id:{token_id}"
-
-    def raw(self, token_id: int) -> bytes:
-        """Its text's, or what it is of a character."""
-        text = self.text(token_id)
-        return text.encode() if self.codec is None or REPLACEMENT not in text else self.codec.token_bytes(token_id)
+    def token(self, token_id: int) -> TokenName:
+        """One without text has its id for one."""
+        if self.codec is not None and not self.by_id and (text := self.codec.token_text(token_id)):
+            return TokenName(text, self.codec.token_bytes(token_id, text))
+        named = f"token_id:{token_id}"
+        return TokenName(named, named.encode())
 
 
 def finite(logprob: float) -> float:
@@ -201,8 +211,8 @@ def chat_logprobs(names: TokenNames, part: generate_pb2.GenerateResponse) -> Cha
 
 
 def _chat_top(names: TokenNames, token: generate_pb2.TokenLogprob) -> ChatTop:
-    name, raw = names.of(token.token_id), names.raw(token.token_id)
-    return {"token": name, "logprob": finite(token.logprob), "bytes": [*raw]}
+    named = names.token(token.token_id)
+    return {"token": named.name, "logprob": finite(token.logprob), "bytes": [*named.raw]}
 
 
 def stop_reason(part: generate_pb2.GenerateResponse, stop_token_ids: Sequence[int]) -> str | int | None:

@@ -57,14 +57,14 @@ class CompletionTeller:
         if not positions:
             return None
         first = [prompt_ids[0]] if is_echo else []
-        token_ids = [*first, *(each.chosen.token_id for each in positions)]
+        tokens = [self.names.token(i) for i in (*first, *(each.chosen.token_id for each in positions))]
         offsets = []
-        for token_id in token_ids:
+        for token in tokens:
             offsets.append(self.offset)
-            self.offset += len(self.names.text(token_id))
+            self.offset += len(token.text)
         none = [None] if is_echo else []
         return {
-            "tokens": [self.names.of(token_id) for token_id in token_ids],
+            "tokens": [token.name for token in tokens],
             "token_logprobs": [*none, *(finite(each.chosen.logprob) for each in positions)],
             "top_logprobs": [*none, *(_by_name(self.names, each) for each in positions)],
             "text_offset": offsets,

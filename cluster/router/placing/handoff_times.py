@@ -99,7 +99,7 @@ class HandoffTimes:
         assert request.link is not None
         for loads, name in zip((self._out, self._in), request.link, strict=True):
             load = loads.setdefault(name, Load())
-            load.add(sign * request.kv_len, sign)
+            load.add(sign * request.shape.kv_len, sign)
             if not load.requests:
                 del loads[name]
 
@@ -126,5 +126,5 @@ class HandoffTimes:
             found: dict[str, Load] = {}
             for request in requests:
                 if request.link is not None:
-                    found.setdefault(request.link[end], Load()).add(request.kv_len, 1)
+                    found.setdefault(request.link[end], Load()).add(request.shape.kv_len, 1)
             assert loads == found, f"{loads} is counted on its way, and {found} is"

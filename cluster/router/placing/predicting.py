@@ -123,7 +123,7 @@ def _handed_over(
     wait = times.wait(
         predicted.prefill.view.name,
         predicted.decode.view.name,
-        shape.held_len(shape.prompt_len),
+        shape.kv_len,
         now,
         read_in_s=read.takes_s - waited_s,
         own_s=read.own_s,

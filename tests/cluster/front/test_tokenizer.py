@@ -52,7 +52,7 @@ def test_tokens_have_names_that_differ_and_the_bytes_that_they_are(kind: str) ->
         tokenizer.decoder = decoders.Sequence([first, *rest])
     codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     names = TokenNames(codec)
-    raw = [names.raw(token_id) for token_id in range(5)]
+    raw = [names.token(token_id).raw for token_id in range(5)]
     assert raw == [b"\xe6", b"\xbc", b"\xa2", b" word", b"token_id:4"]
     assert [names.of(i) for i in range(5)] == ["bytes:\\xe6", "bytes:\\xbc", "bytes:\\xa2", " word", "token_id:4"]
     assert b"".join(raw[:3]).decode() == codec.text_of([0, 1, 2]) == "漢"
