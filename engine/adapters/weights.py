@@ -22,7 +22,7 @@ from engine.kernels import native
 from engine.kernels.native import DTYPE_CODE
 from engine.types import Adapter
 
-LANES, GROUP, PANEL = 16, 4, 64  # of csrc/adapters.cpp
+WIDTH, GROUP, PANEL = 16, 4, 64  # of csrc/adapters.cpp
 
 
 class Pair(NamedTuple):
@@ -132,10 +132,10 @@ def load_weights(adapter: Adapter, adaptable: Adaptable, device: torch.device, *
 
 def _as_read(a_RI: torch.Tensor, b_RO: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """In the order in which csrc/adapters.cpp reads them, flat."""
-    whole = a_RI.shape[1] // LANES * LANES
+    whole = a_RI.shape[1] // WIDTH * WIDTH
     blocks = []
     for group_GI in a_RI.split(GROUP):
-        blocks += [group_GI[:, :whole].unflatten(1, (-1, LANES)).transpose(0, 1).flatten()] if whole else []
+        blocks += [group_GI[:, :whole].unflatten(1, (-1, WIDTH)).transpose(0, 1).flatten()] if whole else []
         blocks += [group_GI[:, whole:].flatten()]
     outputs = b_RO.shape[1] // PANEL * PANEL
     panels = [b_RO[:, :outputs].unflatten(1, (-1, PANEL)).transpose(0, 1).flatten()] if outputs else []

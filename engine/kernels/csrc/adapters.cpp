@@ -11,25 +11,35 @@ namespace {
 constexpr int MAX_ROWS = 16;    // of a block
 constexpr int MAX_RANK = 512;
 
-// a [rank, in] lies in groups of GROUP of the rank, and of those LANES inputs of each beside each other; what a last group
+// a [rank, in] lies in groups of GROUP of the rank, and of those WIDTH inputs of each beside each other; what a last group
 // lacks of GROUP it has not. b [rank, out] lies in panels of PANEL outputs, of which the last may have fewer.
-constexpr int GROUP = 4, PANEL = 4 * LANES;
+constexpr int GROUP = 4, WIDTH = 16, PANEL = 64;
+#ifdef __AVX512F__
+constexpr int VECTORS_AT_ONCE = 4;  // of a panel: of four rows there are registers for as many sums
+#else
+constexpr int VECTORS_AT_ONCE = 2;
+#endif
 
 // to[row][i] = scale * the sum over n of x[row][n] * a[i][n], for R rows and a group of I of the rank
 template <int R, int I, class Element>
 inline void shrink(const Element* x, const Element* a, int64_t in, float scale, float (*to)[MAX_RANK], int64_t at) {
     Vec sums[R][I] = {};
-    const auto add = [&](int64_t n, int64_t width, auto get) {
+    const auto add = [&](const Element* x, const Element* a, int64_t width, auto get) {
         Vec rows[R];
-        for (int r = 0; r < R; r++) rows[r] = get(x + r * in + n);
+        for (int r = 0; r < R; r++) rows[r] = get(x + r * in);
         for (int i = 0; i < I; i++) {
-            const Vec weights = get(a + n * I + i * width);
+            const Vec weights = get(a + i * width);
             for (int r = 0; r < R; r++) sums[r][i] = fma(rows[r], weights, sums[r][i]);
         }
     };
-    int64_t n = 0;
-    for (; n + LANES <= in; n += LANES) add(n, LANES, [](const Element* p) { return read(p); });
-    if (const int64_t rest = in - n) add(n, rest, [rest](const Element* p) { return read_some(p, rest); });
+    for (int64_t n = 0; n < in; n += WIDTH) {
+        const int64_t width = std::min<int64_t>(WIDTH, in - n);
+        int64_t at = 0;
+        for (; at + LANES <= width; at += LANES)
+            add(x + n + at, a + n * I + at, width, [](const Element* p) { return read(p); });
+        if (const int64_t rest = width - at)
+            add(x + n + at, a + n * I + at, width, [rest](const Element* p) { return read_some(p, rest); });
+    }
     for (int r = 0; r < R; r++)
         for (int i = 0; i < I; i++) to[r][at + i] = scale * sum_lanes(sums[r][i]);
 }
@@ -69,7 +79,8 @@ inline void expand_rows(const float (*t)[MAX_RANK], const KvrelayPart& part, int
     const Element* b = (const Element*)part.b;
     const int64_t whole = width / PANEL * PANEL, last = width - whole;
     for (int64_t n = 0; n < whole; n += PANEL)
-        expand<R, PANEL / LANES>(t, b + n * part.rank, part.rank, PANEL, y + n, stride, get, put);
+        for (int v = 0; v < PANEL; v += VECTORS_AT_ONCE * LANES)
+            expand<R, VECTORS_AT_ONCE>(t, b + n * part.rank + v, part.rank, PANEL, y + n + v, stride, get, put);
     const Element* panel = b + whole * part.rank;
     int64_t n = 0;
     for (; n + LANES <= last; n += LANES)

@@ -39,7 +39,6 @@ inline void numbers(const int8_t* row, int64_t n, Element* to) {
 
 // Those of two rows in turns, as bfloat16: one 32-bit unit for each place, the first row's in its low half
 inline void numbers_of_two(const int8_t* first, const int8_t* second, int64_t n, uint32_t* to) {
-    typedef uint32_t UVec __attribute__((vector_size(4 * LANES)));
     auto unit = [](Vec one, Vec other) {
         UVec low, high;
         std::memcpy(&low, &one, sizeof low);

@@ -34,7 +34,11 @@ constexpr int TILE_ROWS = 128;    // query rows that share one packing of K and 
 constexpr int MOST_ROWS = 1024;   // that do, where there are many
 constexpr int STEP_ROWS = 128;    // of a tile, that go through a packed block at once
 constexpr int TILES_OF_A_THREAD = 6;  // at least, before tiles grow
-constexpr int ROWS_AT_ONCE = 4;   // of the micro-kernel: 4 x 4 accumulators
+#ifdef __AVX512F__
+constexpr int ROWS_AT_ONCE = 4, VECTORS_AT_ONCE = 4;  // of the micro-kernel: as many accumulators as there are registers
+#else
+constexpr int ROWS_AT_ONCE = 6, VECTORS_AT_ONCE = 2;
+#endif
 constexpr int FEW_ROWS = 16;      // tiles with at most so many rows of a head wait for memory, not for arithmetic
 constexpr int LINE = 64;          // bytes
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
@@ -68,32 +72,46 @@ template <class Dot, int MR, int NV>
 inline void micro(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n, float* c, int64_t ldc,
                   const float* scale) {  // scale: of the old C, for each row; null: C starts from 0
     Vec acc[MR][NV];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < NV; j++) acc[i][j] = scale ? load(c + i * ldc + j * LANES) * splat(scale[i]) : Vec{};
     for (int64_t k = 0; k < n; k++) {
         Vec bv[NV];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < NV; j++) bv[j] = load((const float*)(b + k * ldb) + j * LANES);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int i = 0; i < MR; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int j = 0; j < NV; j++) acc[i][j] = Dot::mac(acc[i][j], a + i * lda + k, bv[j]);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < NV; j++) store(c + i * ldc + j * LANES, acc[i][j]);
 }
 
-template <class Dot, int NV>
-void product_columns(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n, float* c,
-                     int64_t ldc, const float* scale) {
-    int64_t i = 0;
-    for (; i + ROWS_AT_ONCE <= rows; i += ROWS_AT_ONCE)
-        micro<Dot, ROWS_AT_ONCE, NV>(a + i * lda, lda, b, ldb, n, c + i * ldc, ldc, scale ? scale + i : nullptr);
-    for (; i < rows; i++) micro<Dot, 1, NV>(a + i * lda, lda, b, ldb, n, c + i * ldc, ldc, scale ? scale + i : nullptr);
+// A block's rows, MR at a time, with as many columns at once as there are registers for; then those that are left over.
+template <class Dot, int MR>
+void product_rows(int64_t rows, int64_t columns, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n,
+                  float* c, int64_t ldc, const float* scale) {
+    constexpr int NV = std::min(ROWS_AT_ONCE * VECTORS_AT_ONCE / MR, 64 / LANES);
+    const int64_t whole = rows / MR * MR;
+    for (int64_t j = 0; whole && j < columns;) {
+        const bool wide = j + NV * LANES <= columns;
+        for (int64_t i = 0; i < whole; i += MR) {
+            const float* old = scale ? scale + i : nullptr;
+            if (wide)
+                micro<Dot, MR, NV>(a + i * lda, lda, b + j, ldb, n, c + i * ldc + j, ldc, old);
+            else
+                micro<Dot, MR, 1>(a + i * lda, lda, b + j, ldb, n, c + i * ldc + j, ldc, old);
+        }
+        j += (wide ? NV : 1) * LANES;
+    }
+    if constexpr (MR > 1)
+        if (rows > whole)
+            product_rows<Dot, MR - 1>(rows - whole, columns, a + whole * lda, lda, b, ldb, n, c + whole * ldc, ldc,
+                                      scale ? scale + whole : nullptr);
 }
 
 template <class Dot>
@@ -101,10 +119,7 @@ struct VectorProduct {
     static constexpr bool PAIRS = Dot::PAIRS;
     void operator()(int64_t rows, int64_t columns, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n,
                     float* c, int64_t ldc, const float* scale) {
-        int64_t j = 0;
-        for (; j + 4 * LANES <= columns; j += 4 * LANES)
-            product_columns<Dot, 4>(rows, a, lda, b + j, ldb, n, c + j, ldc, scale);
-        for (; j < columns; j += LANES) product_columns<Dot, 1>(rows, a, lda, b + j, ldb, n, c + j, ldc, scale);
+        product_rows<Dot, ROWS_AT_ONCE>(rows, columns, a, lda, b, ldb, n, c, ldc, scale);
     }
 };
 
@@ -183,7 +198,7 @@ class TileProduct {
 
 // ---- packing ----
 
-// 16 rows of `columns` 32-bit units -> out[column][16 lanes], rows `ldo` units apart
+// LANES rows of `columns` 32-bit units -> out[column][LANES], rows `ldo` units apart
 void transpose(const uint32_t* const rows[LANES], int64_t columns, uint32_t* out, int64_t ldo) {
     int64_t c = 0;
 #ifdef __AVX512F__
@@ -214,6 +229,26 @@ void transpose(const uint32_t* const rows[LANES], int64_t columns, uint32_t* out
             _mm512_storeu_si512(o + 12 * ldo, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
         }
     }
+#elif defined __AVX2__
+    for (; c + LANES <= columns; c += LANES) {
+        __m256 r[LANES], t[LANES];
+        for (int i = 0; i < LANES; i++) r[i] = _mm256_loadu_ps((const float*)(rows[i] + c));
+        for (int i = 0; i < LANES; i += 2) {
+            t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+            t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+        }
+        for (int i = 0; i < LANES; i += 4) {
+            r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+            r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+            r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+            r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+        }
+        for (int i = 0; i < 4; i++) {
+            float* o = (float*)(out + (c + i) * ldo);
+            _mm256_storeu_ps(o, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+            _mm256_storeu_ps(o + 4 * ldo, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+        }
+    }
 #endif
     for (; c < columns; c++)
         for (int i = 0; i < LANES; i++) std::memcpy(out + c * ldo + i, rows[i] + c, sizeof(uint32_t));
@@ -221,6 +256,16 @@ void transpose(const uint32_t* const rows[LANES], int64_t columns, uint32_t* out
 
 void widen_row(const uint16_t* from, int64_t n, float* to) {
     for (int64_t i = 0; i < n; i++) to[i] = widen(from[i]);
+}
+
+// Of a block's vectors, each two neighbours to one, until one is left
+template <class Both>
+inline Vec folded(const Vec (&x)[GROUPS], const Both& both) {
+    Vec y[GROUPS];
+    std::memcpy(y, x, sizeof y);
+    for (int n = GROUPS / 2; n; n /= 2)
+        for (int i = 0; i < n; i++) y[i] = both(y[2 * i], y[2 * i + 1]);
+    return y[0];
 }
 
 // Two rows of bfloat16 -> one row of 32-bit units (low half: first row), zeros up to `padded`
@@ -469,7 +514,7 @@ class Attention {
         }
         if (a.softcap != 0.0f)
             for (int g = 0; g < GROUPS; g++) x[g] = tanh_any(x[g]) * splat(a.softcap * LOG2_E);
-        const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const IVec lane = numbered();
         if (a.slopes) {
             const Vec slope = splat(a.slopes[head] * LOG2_E), behind = splat(float(block - position));
             for (int g = 0; g < GROUPS; g++)
@@ -481,10 +526,10 @@ class Attention {
                 x[g] = (key <= last) & (key >= first) ? x[g] : splat(NEG_INF);
             }
         }
-        const float block_max = max_lanes(larger(larger(x[0], x[1]), larger(x[2], x[3])));
+        const float block_max = max_lanes(folded(x, larger));
         const float new_max = row_max[row] > block_max ? row_max[row] : block_max;
         for (int g = 0; g < GROUPS; g++) x[g] = exp2_nonpositive(x[g] - splat(new_max));
-        const float sum = sum_lanes((x[0] + x[1]) + (x[2] + x[3]));
+        const float sum = sum_lanes(folded(x, [](Vec a, Vec b) { return a + b; }));
         const float scale = row_max[row] == new_max ? 1.0f : exp2_nonpositive(splat(row_max[row] - new_max))[0];
         row_sum[row] = __builtin_fmaf(row_sum[row], scale, sum);
         row_max[row] = new_max;
@@ -513,12 +558,9 @@ class Attention {
     }
 
     void write_row(const float* from, float inverse, Element* to) const {
-        for (int64_t i = 0; i < a.v_dim; i++) {
-            if constexpr (sizeof(Element) == 2)
-                to[i] = narrow(from[i] * inverse);
-            else
-                to[i] = from[i] * inverse;
-        }
+        int64_t i = 0;
+        for (; i + LANES <= a.v_dim; i += LANES) write(to + i, load(from + i) * splat(inverse));
+        if (const int64_t rest = a.v_dim - i) write_some(to + i, read_some(from + i, rest) * splat(inverse), rest);
     }
 };
 

@@ -9,6 +9,7 @@
 // panel's outputs are a tile as they lie. CPUs without instructions for bfloat16 widen both and multiply in float32.
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
@@ -17,8 +18,8 @@
 
 namespace {
 
-constexpr int VECTORS = 4;
-constexpr int WIDE = VECTORS * LANES;   // outputs of a panel
+constexpr int WIDE = 64;  // outputs of a panel
+constexpr int VECTORS = WIDE / LANES;
 constexpr int64_t ROWS_OF_A_TASK = 96;  // that share one reading of a panel's part
 constexpr int64_t BLOCKS_AT_ONCE = 7;   // of so many rows, that go through all panels before others do: results of more
                                         // rows lie in more pages than a core's table of addresses holds
@@ -75,24 +76,17 @@ inline void widen_two(const int8_t* from, __m512bh& first, __m512bh& second) {
 }
 #endif
 
+#ifdef __AVX512BF16__
 // To bfloat16, which holds whole numbers up to 256; `count` fills vectors.
 inline void widen_weights(const int8_t* from, int64_t count, uint16_t* to) {
-#ifdef __AVX512BF16__
     for (int64_t i = 0; i < count; i += 4 * LANES) {
         __m512bh first, second;
         widen_two(from + i, first, second);
         std::memcpy(to + i, &first, sizeof first);
         std::memcpy(to + i + 2 * LANES, &second, sizeof second);
     }
-#else
-    for (int64_t i = 0; i < count; i++) {
-        const float f = from[i];
-        uint32_t bits;
-        std::memcpy(&bits, &f, sizeof bits);
-        to[i] = uint16_t(bits >> 16);
-    }
-#endif
 }
+#endif
 
 // A task: a block of rows with a panel
 struct Place {
@@ -328,18 +322,20 @@ inline Sums spread(const float* x) {
     asm volatile("vbroadcastss %1, %0" : "=x"(to) : "m"(*x));
     return to;
 #else
-    return Sums{} + *x;
+    return *x - Sums{};
 #endif
 }
 #endif
 
 constexpr int SUMS = sizeof(Sums) / sizeof(float);
 constexpr int64_t INPUTS = 2;           // that are multiplied at once
-constexpr int64_t ROWS_NARROW = 36;     // up to which int8 is widened in registers, again for each ROWS_AT_ONCE
-constexpr int64_t PAIRS_WIDENED = 128;  // of a panel of int8, for more rows: 32 KB, which the smallest cache holds
+constexpr int64_t PAIRS_WIDENED = 128;  // of a panel, for more rows: 32 KB of bfloat16, which the smallest cache holds
 
 // ROWS rows' inputs of a part, as the micro-kernel takes them
 #ifdef __AVX512BF16__
+typedef uint16_t Widened;
+constexpr bool WIDENS_ALL = false;         // but int8 only
+constexpr int64_t ROWS_NARROW = 36;        // up to which weights are widened in registers, again for each ROWS_AT_ONCE
 constexpr int64_t PAIRS_OF_A_PART = 1024;  // of a panel: 256 KB, which a core's cache holds
 
 struct Rows {
@@ -356,8 +352,11 @@ inline void widen_two(const uint16_t* from, __m512bh& first, __m512bh& second) {
     first = (__m512bh)_mm512_loadu_si512(from), second = (__m512bh)_mm512_loadu_si512(from + 2 * LANES);
 }
 
+inline void widen_part(const int8_t* from, int64_t pairs, Widened* to, Rows&) { widen_weights(from, pairs * WIDE * 2, to); }
+
 template <int ROWS, int COUNT, class Weight>
-inline void add_pairs(const Rows& rows, const Weight* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+    w += output * 2;
     for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
         __m512bh weights[COUNT];
 #pragma GCC unroll 8
@@ -372,13 +371,21 @@ inline void add_pairs(const Rows& rows, const Weight* w, int64_t pairs, Sums (&s
         }
     }
 }
+
+template <class Weight>
+constexpr bool in_strips = false;
 #else
+typedef float Widened;
+constexpr bool WIDENS_ALL = OUTPUTS_AT_ONCE < WIDE;  // few outputs at once are far between as they lie, and slow to read
+constexpr int64_t ROWS_NARROW = WIDENS_ALL ? 1 : 36;
 constexpr int64_t PAIRS_OF_A_PART = 512;  // half as many, for widened rows are to stay in the smallest cache
 
 class Rows {  // widened once for all outputs of a panel
     alignas(64) float x[ROWS_AT_ONCE][2 * PAIRS_OF_A_PART + LANES];  // no two rows in the same lines of the cache
 
    public:
+    const char* next = nullptr;  // part of a panel, which is fetched while this one's widened weights are multiplied
+
     const float* operator[](int r) const { return x[r]; }
 
     template <int ROWS>
@@ -434,9 +441,42 @@ inline void add_input(const Rows& rows, int64_t input, const Weight& weight, Sum
     }
 }
 
+template <class Weight>
+constexpr bool in_strips = std::is_same_v<Weight, Widened>;
+
+// Weights that were widened: of each input OUTPUTS_AT_ONCE beside each other. Each strip fetches its share of what is next.
+template <int ROWS, int COUNT>
+inline void add_pairs(const Rows& rows, const Widened* w, int output, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+    const char* next = rows.next + output * 4 * pairs;
+    w += output * 2 * pairs;
+    for (int64_t input = 0; input < 2 * pairs; input++, w += OUTPUTS_AT_ONCE, next += 2 * OUTPUTS_AT_ONCE) {
+        __builtin_prefetch(next);
+        const auto weight = [w](int v) {
+            Sums of;
+            std::memcpy(&of, w + v * SUMS, sizeof of);
+            return of;
+        };
+        add_input(rows, input, weight, sum);
+    }
+}
+
+// A part of a panel: strips of OUTPUTS_AT_ONCE outputs, one behind the other
+template <class Weight>
+void widen_part(const Weight* from, int64_t pairs, Widened* to, Rows& rows) {
+    rows.next = (const char*)(from + pairs * WIDE * 2);
+    for (int64_t pair = 0; pair < pairs; pair++, to += 2 * OUTPUTS_AT_ONCE)
+        for (int o = 0; o < WIDE; o += SUMS, from += SUMS * 2) {
+            Widened* place = to + o / OUTPUTS_AT_ONCE * OUTPUTS_AT_ONCE * 2 * pairs + o % OUTPUTS_AT_ONCE;
+            const Sums first = first_of(both_of(from), from), second = second_of(both_of(from), from);
+            std::memcpy(place, &first, sizeof first);
+            std::memcpy(place + OUTPUTS_AT_ONCE, &second, sizeof second);
+        }
+}
+
 // A pair's weights are read twice: to keep what was read, which holds both, there are no registers.
 template <int ROWS, int COUNT, class Weight>
-inline void add_pairs(const Rows& rows, const Weight* w, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+    w += output * 2;
     for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
         add_input(rows, 2 * pair, [w](int v) { return first_of(both_of(w + v * SUMS * 2), w); }, sum);
         const Weight* again = w;
@@ -459,7 +499,7 @@ inline void add_part(const Rows& rows, const Weight* part, int output, int64_t b
             sum[r][v] = Sums{};
             if (begin) std::memcpy(&sum[r][v], sums + r * WIDE + v * SUMS, sizeof(Sums));
         }
-    add_pairs<ROWS, COUNT>(rows, part + output * 2, end - begin, sum);
+    add_pairs<ROWS, COUNT>(rows, part, output, end - begin, sum);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
@@ -470,7 +510,9 @@ inline void add_part(const Rows& rows, const Weight* part, int output, int64_t b
 template <int ROWS, class Weight>
 inline void add_rest(const Product& product, Rows& rows, int64_t count, int64_t row, const Weight* part, int64_t begin,
                      int64_t end, float* sums) {
-    constexpr int OUTPUTS = ROWS == 1 ? WIDE : ROWS <= 3 ? std::max(WIDE / 2, OUTPUTS_AT_ONCE) : OUTPUTS_AT_ONCE;
+    constexpr int OUTPUTS = in_strips<Weight> || ROWS > 3 ? OUTPUTS_AT_ONCE
+                            : ROWS == 1                   ? WIDE
+                                                          : std::max(WIDE / 2, OUTPUTS_AT_ONCE);
     if (count == ROWS) {
         rows.template read<ROWS>(product, row, begin, end);
         for (int o = 0; o < WIDE; o += OUTPUTS) add_part<ROWS, OUTPUTS>(rows, part, o, begin, end, sums);
@@ -483,7 +525,7 @@ class Worker {
     const Product& product;
     Rows rows;
     alignas(64) float sums[ROWS_OF_A_TASK * WIDE];
-    alignas(64) uint16_t wide[PAIRS_WIDENED * WIDE * 2];
+    alignas(64) Widened wide[PAIRS_WIDENED * WIDE * 2];
 
     template <class Weight>
     void add(const Place& at, const Weight* weights, int64_t begin, int64_t end) {
@@ -492,23 +534,30 @@ class Worker {
                                    begin, end, sums + (row - at.first_row) * WIDE);
     }
 
+    template <class Weight>
+    void add_part_of(const Place& at, const Weight* panel, int64_t begin, int64_t end, bool is_widened_once) {
+        const Weight* weights = panel + begin * WIDE * 2;
+        if constexpr (WIDENS_ALL || sizeof(Weight) == 1)
+            if (is_widened_once) {
+                widen_part(weights, end - begin, wide, rows);
+                return add(at, wide, begin, end);
+            }
+        add(at, weights, begin, end);
+    }
+
    public:
     explicit Worker(const Product& product) : product(product) {}
 
     void operator()(const Place& at) {
-        const bool is_widened_once = product.scales && at.last_row - at.first_row > ROWS_NARROW;
+        const bool is_widened_once = (WIDENS_ALL || product.scales) && at.last_row - at.first_row > ROWS_NARROW;
         const int64_t pairs = product.in / 2, at_once = is_widened_once ? PAIRS_WIDENED : PAIRS_OF_A_PART;
         for (int64_t begin = 0; begin < pairs; begin += at_once) {
-            const int64_t end = std::min(pairs, begin + at_once), first = begin * WIDE * 2;
-            const int8_t* narrow = (const int8_t*)product.panel(at.panel) + first;
-            if (is_widened_once) {
-                widen_weights(narrow, (end - begin) * WIDE * 2, wide);
-                add(at, wide, begin, end);
-            } else if (product.scales) {
-                add(at, narrow, begin, end);
-            } else {
-                add(at, (const uint16_t*)product.panel(at.panel) + first, begin, end);
-            }
+            const int64_t end = std::min(pairs, begin + at_once);
+            const void* panel = product.panel(at.panel);
+            if (product.scales)
+                add_part_of(at, (const int8_t*)panel, begin, end, is_widened_once);
+            else
+                add_part_of(at, (const uint16_t*)panel, begin, end, is_widened_once);
         }
         for (int64_t row = at.first_row; row < at.last_row; row++)
             for (int v = 0; v < VECTORS; v++)

@@ -1,4 +1,5 @@
-// Vectors of 16 floats and the few functions on them that the kernels share. Every multiply-add is spelled out.
+// Vectors of as many floats as a register holds, and the few functions on them that the kernels share. Every multiply-add
+// is spelled out. What is wider than a register GCC keeps in memory, at a tenth of the speed.
 
 #pragma once
 
@@ -10,12 +11,17 @@
 
 namespace {
 
+#ifdef __AVX512F__
 constexpr int LANES = 16;
+#else
+constexpr int LANES = 8;
+#endif
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IVec __attribute__((vector_size(64)));
+typedef float Vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t IVec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t UVec __attribute__((vector_size(4 * LANES)));
 
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) { return x - Vec{}; }  // what is added to 0 is added: -0 would come out as 0
 
 inline Vec load(const float* p) {
     Vec v;
@@ -28,6 +34,8 @@ inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline Vec fma(Vec a, Vec b, Vec c) {
 #ifdef __AVX512F__
     return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined __FMA__
+    return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     Vec r;
     for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -37,6 +45,12 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
+inline IVec numbered() {  // 0, 1, 2 ...
+    IVec v;
+    for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
+}
+
 inline float widen(uint16_t x) {
     uint32_t bits = uint32_t(x) << 16;
     float f;
@@ -44,11 +58,10 @@ inline float widen(uint16_t x) {
     return f;
 }
 
-inline uint16_t narrow(float f) {  // round to nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &f, sizeof bits);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
-    return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+// Bits whose upper halves are v in bfloat16, rounded to nearest, ties to even; NaN stays NaN
+inline UVec narrowed(Vec v) {
+    const UVec bits = (UVec)v;
+    return v == v ? bits + 0x7fffu + (bits >> 16 & 1u) : bits | 0x400000u;
 }
 
 // e^x to about 1 ulp for x <= 0 (Cephes' expf: range reduction by ln 2 in two parts, degree 5); 0 below -87.
@@ -131,12 +144,12 @@ inline float max_lanes(Vec v) {
     return x[0];
 }
 
-// Rows of float32 or bfloat16, read and written as floats, and of int8, read so; n < 16 for a row's last elements
+// Rows of float32 or bfloat16, read and written as floats, and of int8, read so; n < LANES for a row's last elements
 
 inline Vec read(const float* p) { return load(p); }
 
 inline Vec read(const uint16_t* p) {
-    typedef uint16_t Half __attribute__((vector_size(32)));
+    typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
     Half h;
     std::memcpy(&h, p, sizeof h);
     const IVec bits = __builtin_convertvector(h, IVec) << 16;
@@ -148,19 +161,14 @@ inline Vec read(const uint16_t* p) {
 inline Vec read(const int8_t* p) {
 #ifdef __AVX512F__
     return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
-#elif defined(__AVX2__)
-    Vec v;
-    for (int half = 0; half < 2; half++) {
-        const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + half * LANES / 2)));
-        const __m256 floats = _mm256_cvtepi32_ps(wide);
-        std::memcpy((char*)&v + half * sizeof floats, &floats, sizeof floats);
-    }
-    return v;
-#endif
-    typedef int8_t Bytes __attribute__((vector_size(16)));
+#elif defined __AVX2__
+    return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(LANES)));
     Bytes bytes;
     std::memcpy(&bytes, p, sizeof bytes);
     return __builtin_convertvector(__builtin_convertvector(bytes, IVec), Vec);
+#endif
 }
 
 template <class Element>
@@ -177,7 +185,9 @@ inline void write(uint16_t* p, Vec v) {
     const __m256bh half = _mm512_cvtneps_pbh((__m512)v);
     std::memcpy(p, &half, sizeof half);
 #else
-    for (int i = 0; i < LANES; i++) p[i] = narrow(v[i]);
+    typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
+    const Half half = __builtin_convertvector(narrowed(v) >> 16, Half);
+    std::memcpy(p, &half, sizeof half);
 #endif
 }
 
@@ -191,10 +201,6 @@ inline void write_some(Element* p, Vec v, int64_t n) {
 // What storing v as an Element and reading it again gives
 inline Vec rounded(Vec v, float) { return v; }
 
-inline Vec rounded(Vec v, uint16_t) {
-    uint16_t half[LANES];
-    write(half, v);
-    return read(half);
-}
+inline Vec rounded(Vec v, uint16_t) { return (Vec)(narrowed(v) & 0xffff0000u); }
 
 }  // namespace
