@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -527,7 +528,11 @@ async def test_a_client_that_says_no_more_is_left(monkeypatch: pytest.MonkeyPatc
 async def test_a_client_that_reads_nothing_is_left() -> None:
     async with http(max_stall_s=0.3, worker={"max_model_len": 1 << 16, "num_pages": 1 << 12}) as h:
         asked = {"prompt": PROMPT, "max_tokens": 60_000, "stream": True, "n": 8, "logprobs": 5, "ignore_eos": True}
-        _, writer = await raw(h, posted(asked))
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # soon full
+        client.connect(("127.0.0.1", h.harness.server.http_port))
+        _, writer = await asyncio.open_connection(sock=client, limit=1)
+        writer.write(posted(asked))
         await h.harness.until(lambda: h.harness.router.num_submissions == 1)
         await h.harness.until(lambda: h.harness.router.num_submissions == 0)
         writer.close()
