@@ -5,7 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX2__
+#if defined __AVX2__ || defined __FMA__
 #include <immintrin.h>
 #endif
 
@@ -21,7 +21,7 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t IVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t UVec __attribute__((vector_size(4 * LANES)));
 
-inline Vec splat(float x) { return x - Vec{}; }  // what is added to 0 is added: -0 would come out as 0
+inline Vec splat(float x) { return x - Vec{}; }  // to add 0 would take an instruction, for it makes 0 of -0
 
 inline Vec load(const float* p) {
     Vec v;
@@ -201,6 +201,14 @@ inline void write_some(Element* p, Vec v, int64_t n) {
 // What storing v as an Element and reading it again gives
 inline Vec rounded(Vec v, float) { return v; }
 
-inline Vec rounded(Vec v, uint16_t) { return (Vec)(narrowed(v) & 0xffff0000u); }
+inline Vec rounded(Vec v, uint16_t) {
+#ifdef __AVX512BF16__
+    uint16_t half[LANES];
+    write(half, v);  // whose instruction makes 0 of the smallest
+    return read(half);
+#else
+    return (Vec)(narrowed(v) & 0xffff0000u);
+#endif
+}
 
 }  // namespace
