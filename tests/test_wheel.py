@@ -21,7 +21,7 @@ PACKAGES = (
     *("prefill_worker", "worker"),
 )
 DATA = ("configs", "proto")
-COMMAND_TIMEOUT_S = 300.0
+COMMAND_TIMEOUT_S = 800.0  # where the simulator was not compiled yet
 PLAN = ("--model", "llama-3.1-8b", "--hardware", "h100-sxm", "--num-gpus", "2", "--random-input-len", "200")
 TARGETS = ("--random-output-len", "20", "--ttft", "1s", "--tpot", "50ms", "--no-colocated", "--out", "plan")
 COMPILE = """
@@ -31,7 +31,7 @@ print(build.compiled_folder())
 """
 FOUR_TOKENS = ("--max-tokens", "4", "--ignore-eos")  # whatever is sampled
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,7 @@ def test_every_command_works_where_nothing_but_the_wheel_is(installed: Path, tmp
 
 def test_the_simulator_can_be_compiled_from_there(installed: Path, tmp_path: Path) -> None:
     """One module of it: all take two minutes."""
-    fresh = {"XDG_CACHE_HOME": str(tmp_path), "MYPYC_OPT_LEVEL": "1"}
-    made = Path(run(tmp_path, tmp_path, installed / "python", "-c", COMPILE, **fresh).strip())
+    made = Path(run(tmp_path, tmp_path, installed / "python", "-c", COMPILE, XDG_CACHE_HOME=str(tmp_path)).strip())
     assert made.parent == tmp_path / "kvrelay"
     assert list(made.glob("placement/latency/base*.so"))
 

@@ -19,16 +19,6 @@ void each_row(int64_t rows, int64_t elements, int threads, const Body& body) {
     for (int64_t row = 0; row < rows; row++) body(row);
 }
 
-template <class Element, class Body>
-inline void each_vector(int64_t n, const Body& body) {  // body(offset, reader, writer)
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        body(i, [](const Element* p) { return read(p); }, [](Element* p, Vec v) { write(p, v); });
-    if (const int64_t rest = n - i)
-        body(i, [rest](const Element* p) { return read_some(p, rest); },
-             [rest](Element* p, Vec v) { write_some(p, v, rest); });
-}
-
 // x / rms(x) * w. Llama's order: round, then times w. Gemma's (`plus_one`): times (1 + w), then round.
 template <class Element>
 inline void norm_row(const Element* x, const Element* w, Element* to, int64_t n, float eps, bool plus_one) {

@@ -558,9 +558,7 @@ class Attention {
     }
 
     void write_row(const float* from, float inverse, Element* to) const {
-        int64_t i = 0;
-        for (; i + LANES <= a.v_dim; i += LANES) write(to + i, load(from + i) * splat(inverse));
-        if (const int64_t rest = a.v_dim - i) write_some(to + i, read_some(from + i, rest) * splat(inverse), rest);
+        each_vector<Element>(a.v_dim, [&](int64_t i, auto, auto put) { put(to + i, load(from + i) * splat(inverse)); });
     }
 };
 

@@ -287,47 +287,39 @@ constexpr char INSTRUCTIONS[] = "AMX";
 
 #else
 
-// As many sums as a register holds; weights of a pair of inputs for as many outputs
 #ifdef __AVX512BF16__
-typedef Vec Sums;
 constexpr int ROWS_AT_ONCE = 6, OUTPUTS_AT_ONCE = WIDE;  // of the micro-kernel: as many sums as there are registers
 constexpr char INSTRUCTIONS[] = "AVX512-BF16";
 #elif defined __AVX512F__
-typedef Vec Sums;
-typedef IVec Bits;
 constexpr int ROWS_AT_ONCE = 6, OUTPUTS_AT_ONCE = WIDE;
 constexpr char INSTRUCTIONS[] = "AVX512";
 
-inline Sums multiply_add(Sums x, Sums w, Sums sums) { return fma(x, w, sums); }
-inline Sums spread(const float* x) { return (Sums)_mm512_set1_ps(*x); }
+inline Vec multiply_add(Vec x, Vec w, Vec sums) { return fma(x, w, sums); }
+inline Vec spread(const float* x) { return (Vec)_mm512_set1_ps(*x); }
 #else
-typedef float Sums __attribute__((vector_size(32)));
-typedef int32_t Bits __attribute__((vector_size(32)));
 constexpr int ROWS_AT_ONCE = 6, OUTPUTS_AT_ONCE = 16;
 constexpr char INSTRUCTIONS[] = "vectors of 8";
 
-inline Sums multiply_add(Sums x, Sums w, Sums sums) {
+inline Vec multiply_add(Vec x, Vec w, Vec sums) {
 #ifdef __FMA__
     asm("vfmadd231ps %2, %1, %0" : "+x"(sums) : "x"(x), "x"(w));  // in its place, lest sums have no registers left
     return sums;
 #else
-    for (int i = 0; i < 8; i++) sums[i] = __builtin_fmaf(x[i], w[i], sums[i]);
-    return sums;
+    return fma(x, w, sums);
 #endif
 }
 
-inline Sums spread(const float* x) {
+inline Vec spread(const float* x) {
 #ifdef __AVX2__
-    Sums to;  // one after another: GCC else holds those of many rows at once, and sums have no registers left
+    Vec to;  // one after another: GCC else holds those of many rows at once, and sums have no registers left
     asm volatile("vbroadcastss %1, %0" : "=x"(to) : "m"(*x));
     return to;
 #else
-    return *x - Sums{};
+    return splat(*x);
 #endif
 }
 #endif
 
-constexpr int SUMS = sizeof(Sums) / sizeof(float);
 constexpr int64_t INPUTS = 2;           // that are multiplied at once
 constexpr int64_t PAIRS_WIDENED = 128;  // of a panel, for more rows: 32 KB of bfloat16, which the smallest cache holds
 
@@ -355,19 +347,19 @@ inline void widen_two(const uint16_t* from, __m512bh& first, __m512bh& second) {
 inline void widen_part(const int8_t* from, int64_t pairs, Widened* to, Rows&) { widen_weights(from, pairs * WIDE * 2, to); }
 
 template <int ROWS, int COUNT, class Weight>
-inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pairs, Vec (&sum)[ROWS][COUNT]) {
     w += output * 2;
     for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
         __m512bh weights[COUNT];
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v += 2) widen_two(w + v * SUMS * 2, weights[v], weights[v + 1]);
+        for (int v = 0; v < COUNT; v += 2) widen_two(w + v * LANES * 2, weights[v], weights[v + 1]);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
             int32_t both;
             std::memcpy(&both, rows.x + r * rows.stride + 2 * pair, sizeof both);
             const __m512bh inputs = (__m512bh)_mm512_set1_epi32(both);
 #pragma GCC unroll 8
-            for (int v = 0; v < COUNT; v++) sum[r][v] = (Sums)_mm512_dpbf16_ps((__m512)sum[r][v], inputs, weights[v]);
+            for (int v = 0; v < COUNT; v++) sum[r][v] = (Vec)_mm512_dpbf16_ps((__m512)sum[r][v], inputs, weights[v]);
         }
     }
 }
@@ -398,43 +390,43 @@ class Rows {  // widened once for all outputs of a panel
 };
 
 // Weights of a pair of inputs, for as many outputs as a register holds
-inline Bits both_of(const uint16_t* from) {
-    Bits both;
+inline IVec both_of(const uint16_t* from) {
+    IVec both;
     std::memcpy(&both, from, sizeof both);
     return both;
 }
-inline Bits both_of(const int8_t* from) {
-    typedef int16_t Halves __attribute__((vector_size(sizeof(Bits) / 2)));
+inline IVec both_of(const int8_t* from) {
+    typedef int16_t Halves __attribute__((vector_size(sizeof(IVec) / 2)));
     Halves both;
     std::memcpy(&both, from, sizeof both);
-    return __builtin_convertvector(both, Bits);
+    return __builtin_convertvector(both, IVec);
 }
-inline Sums first_of(Bits both, const uint16_t*) { return (Sums)(both << 16); }
-inline Sums second_of(Bits both, const uint16_t*) { return (Sums)(both & int32_t(0xffff0000)); }
-inline Sums first_of(Bits both, const int8_t*) { return __builtin_convertvector((both << 24) >> 24, Sums); }
-inline Sums second_of(Bits both, const int8_t*) { return __builtin_convertvector(both >> 8, Sums); }
+inline Vec first_of(IVec both, const uint16_t*) { return (Vec)(both << 16); }
+inline Vec second_of(IVec both, const uint16_t*) { return (Vec)(both & int32_t(0xffff0000)); }
+inline Vec first_of(IVec both, const int8_t*) { return __builtin_convertvector((both << 24) >> 24, Vec); }
+inline Vec second_of(IVec both, const int8_t*) { return __builtin_convertvector(both >> 8, Vec); }
 
 // One input of each row with its weights, as `weight(v)` has them for as many outputs as a register holds; what there is
 // less of is held.
 template <int ROWS, int COUNT, class Weight>
-inline void add_input(const Rows& rows, int64_t input, const Weight& weight, Sums (&sum)[ROWS][COUNT]) {
+inline void add_input(const Rows& rows, int64_t input, const Weight& weight, Vec (&sum)[ROWS][COUNT]) {
     if constexpr (ROWS < COUNT) {
-        Sums x[ROWS];
+        Vec x[ROWS];
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) x[r] = spread(rows[r] + input);
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            const Sums w = weight(v);
+            const Vec w = weight(v);
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) sum[r][v] = multiply_add(x[r], w, sum[r][v]);
         }
     } else {
-        Sums w[COUNT];
+        Vec w[COUNT];
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) w[v] = weight(v);
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
-            const Sums x = spread(rows[r] + input);
+            const Vec x = spread(rows[r] + input);
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++) sum[r][v] = multiply_add(x, w[v], sum[r][v]);
         }
@@ -446,17 +438,12 @@ constexpr bool in_strips = std::is_same_v<Weight, Widened>;
 
 // Weights that were widened: of each input OUTPUTS_AT_ONCE beside each other. Each strip fetches its share of what is next.
 template <int ROWS, int COUNT>
-inline void add_pairs(const Rows& rows, const Widened* w, int output, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+inline void add_pairs(const Rows& rows, const Widened* w, int output, int64_t pairs, Vec (&sum)[ROWS][COUNT]) {
     const char* next = rows.next + output * 4 * pairs;
     w += output * 2 * pairs;
     for (int64_t input = 0; input < 2 * pairs; input++, w += OUTPUTS_AT_ONCE, next += 2 * OUTPUTS_AT_ONCE) {
         __builtin_prefetch(next);
-        const auto weight = [w](int v) {
-            Sums of;
-            std::memcpy(&of, w + v * SUMS, sizeof of);
-            return of;
-        };
-        add_input(rows, input, weight, sum);
+        add_input(rows, input, [w](int v) { return load(w + v * LANES); }, sum);
     }
 }
 
@@ -465,23 +452,22 @@ template <class Weight>
 void widen_part(const Weight* from, int64_t pairs, Widened* to, Rows& rows) {
     rows.next = (const char*)(from + pairs * WIDE * 2);
     for (int64_t pair = 0; pair < pairs; pair++, to += 2 * OUTPUTS_AT_ONCE)
-        for (int o = 0; o < WIDE; o += SUMS, from += SUMS * 2) {
+        for (int o = 0; o < WIDE; o += LANES, from += LANES * 2) {
             Widened* place = to + o / OUTPUTS_AT_ONCE * OUTPUTS_AT_ONCE * 2 * pairs + o % OUTPUTS_AT_ONCE;
-            const Sums first = first_of(both_of(from), from), second = second_of(both_of(from), from);
-            std::memcpy(place, &first, sizeof first);
-            std::memcpy(place + OUTPUTS_AT_ONCE, &second, sizeof second);
+            store(place, first_of(both_of(from), from));
+            store(place + OUTPUTS_AT_ONCE, second_of(both_of(from), from));
         }
 }
 
 // A pair's weights are read twice: to keep what was read, which holds both, there are no registers.
 template <int ROWS, int COUNT, class Weight>
-inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pairs, Sums (&sum)[ROWS][COUNT]) {
+inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pairs, Vec (&sum)[ROWS][COUNT]) {
     w += output * 2;
     for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
-        add_input(rows, 2 * pair, [w](int v) { return first_of(both_of(w + v * SUMS * 2), w); }, sum);
+        add_input(rows, 2 * pair, [w](int v) { return first_of(both_of(w + v * LANES * 2), w); }, sum);
         const Weight* again = w;
         asm("" : "+r"(again));
-        add_input(rows, 2 * pair + 1, [again](int v) { return second_of(both_of(again + v * SUMS * 2), again); }, sum);
+        add_input(rows, 2 * pair + 1, [again](int v) { return second_of(both_of(again + v * LANES * 2), again); }, sum);
     }
 }
 #endif
@@ -489,21 +475,20 @@ inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pai
 // Adds to `sums` [ROWS][WIDE], which the first part finds empty, for OUTPUTS outputs from `output` on.
 template <int ROWS, int OUTPUTS, class Weight>
 inline void add_part(const Rows& rows, const Weight* part, int output, int64_t begin, int64_t end, float* sums) {
-    constexpr int COUNT = OUTPUTS / SUMS;
-    Sums sum[ROWS][COUNT];
+    constexpr int COUNT = OUTPUTS / LANES;
+    Vec sum[ROWS][COUNT];
     sums += output;
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < COUNT; v++) {
-            sum[r][v] = Sums{};
-            if (begin) std::memcpy(&sum[r][v], sums + r * WIDE + v * SUMS, sizeof(Sums));
+            sum[r][v] = begin ? load(sums + r * WIDE + v * LANES) : Vec{};
         }
     add_pairs<ROWS, COUNT>(rows, part, output, end - begin, sum);
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < COUNT; v++) std::memcpy(sums + r * WIDE + v * SUMS, &sum[r][v], sizeof(Sums));
+        for (int v = 0; v < COUNT; v++) store(sums + r * WIDE + v * LANES, sum[r][v]);
 }
 
 // A single row takes the whole panel as it comes; few take as much of it as there are registers for.
@@ -535,30 +520,29 @@ class Worker {
     }
 
     template <class Weight>
-    void add_part_of(const Place& at, const Weight* panel, int64_t begin, int64_t end, bool is_widened_once) {
-        const Weight* weights = panel + begin * WIDE * 2;
-        if constexpr (WIDENS_ALL || sizeof(Weight) == 1)
-            if (is_widened_once) {
-                widen_part(weights, end - begin, wide, rows);
-                return add(at, wide, begin, end);
-            }
-        add(at, weights, begin, end);
+    void add_panel(const Place& at) {
+        constexpr bool WIDENS = WIDENS_ALL || sizeof(Weight) == 1;
+        const bool is_widened_once = WIDENS && at.last_row - at.first_row > ROWS_NARROW;
+        const int64_t pairs = product.in / 2, at_once = is_widened_once ? PAIRS_WIDENED : PAIRS_OF_A_PART;
+        const Weight* panel = (const Weight*)product.panel(at.panel);
+        for (int64_t begin = 0; begin < pairs; begin += at_once) {
+            const int64_t end = std::min(pairs, begin + at_once);
+            const Weight* weights = panel + begin * WIDE * 2;
+            if constexpr (WIDENS)
+                if (is_widened_once) {
+                    widen_part(weights, end - begin, wide, rows);
+                    add(at, wide, begin, end);
+                    continue;
+                }
+            add(at, weights, begin, end);
+        }
     }
 
    public:
     explicit Worker(const Product& product) : product(product) {}
 
     void operator()(const Place& at) {
-        const bool is_widened_once = (WIDENS_ALL || product.scales) && at.last_row - at.first_row > ROWS_NARROW;
-        const int64_t pairs = product.in / 2, at_once = is_widened_once ? PAIRS_WIDENED : PAIRS_OF_A_PART;
-        for (int64_t begin = 0; begin < pairs; begin += at_once) {
-            const int64_t end = std::min(pairs, begin + at_once);
-            const void* panel = product.panel(at.panel);
-            if (product.scales)
-                add_part_of(at, (const int8_t*)panel, begin, end, is_widened_once);
-            else
-                add_part_of(at, (const uint16_t*)panel, begin, end, is_widened_once);
-        }
+        product.scales ? add_panel<int8_t>(at) : add_panel<uint16_t>(at);
         for (int64_t row = at.first_row; row < at.last_row; row++)
             for (int v = 0; v < VECTORS; v++)
                 finish(product, row, at.panel * WIDE + v * LANES, load(sums + (row - at.first_row) * WIDE + v * LANES));

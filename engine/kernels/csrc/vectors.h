@@ -198,6 +198,17 @@ inline void write_some(Element* p, Vec v, int64_t n) {
     std::memcpy(p, padded, n * sizeof(Element));
 }
 
+// A row of n elements: body(offset, reader, writer)
+template <class Element, class Body>
+inline void each_vector(int64_t n, const Body& body) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        body(i, [](const Element* p) { return read(p); }, [](Element* p, Vec v) { write(p, v); });
+    if (const int64_t rest = n - i)
+        body(i, [rest](const Element* p) { return read_some(p, rest); },
+             [rest](Element* p, Vec v) { write_some(p, v, rest); });
+}
+
 // What storing v as an Element and reading it again gives
 inline Vec rounded(Vec v, float) { return v; }
 
