@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -16,7 +18,8 @@ from kvrelay.cli.console import ENDPOINT_VARIABLE, FAILURE, INTERRUPTED, USAGE
 from kvrelay.client import known_clusters
 from kvrelay.client.access import TLS_VARIABLES, Access, token_in
 from kvrelay.client.client import DEFAULT_ENDPOINT, AsyncClient, Client
-from kvrelay.client.types import KvrelayError
+from kvrelay.client.streams import Stream
+from kvrelay.client.types import Delta, KvrelayError
 from worker.wire.tls import TlsFiles
 from worker.wire.tokens import TokenError
 
@@ -96,6 +99,36 @@ def refusals(
             raise
         _told(KvrelayError("CANCELLED", interrupted), as_json)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def until_interrupted(stream: Stream) -> Iterator[Delta]:
+    """The deltas of `stream`. Ctrl-C while the next is waited for cancels the request, and is raised once it has ended:
+    in the midst of a Condition.wait, where gRPC waits, it could leave the lock released, a RuntimeError at its `with`.
+    """
+    interrupted = False
+
+    def cancel(_: int, __: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        stream.close()
+
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored, or others hear it
+    while True:
+        if raises:
+            signal.signal(signal.SIGINT, cancel)
+        try:
+            delta = next(stream, None)
+        except KvrelayError:
+            if not interrupted:
+                raise
+        finally:
+            if raises:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupted:
+            raise KeyboardInterrupt
+        if delta is None:
+            return
+        yield delta
 
 
 def _told(error: KvrelayError, as_json: bool) -> int:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from kvrelay.cli import completing
-from kvrelay.cli.connection import Router, refusals
+from kvrelay.cli.connection import Router, refusals, until_interrupted
 from kvrelay.cli.console import JsonOption
 from kvrelay.cli.groups import grouped
 from kvrelay.client.streams import Stream
@@ -148,7 +148,7 @@ def _generate(
         if live:
             _print_live(stream)
         else:
-            for _ in stream:
+            for _ in until_interrupted(stream):
                 pass
         if as_json:
             print(json.dumps(_as_object(stream)))
@@ -163,7 +163,7 @@ def _print_live(stream: Stream) -> None:
     """Ends the line when the answer breaks off, so that the error stands on its own."""
     begun = False
     try:
-        for delta in stream:
+        for delta in until_interrupted(stream):
             if delta.text:
                 _write(delta.text)
                 begun = True

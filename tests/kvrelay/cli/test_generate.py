@@ -13,6 +13,8 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvrelay.cli import generate as command
+from kvrelay.cli.connection import until_interrupted
+from kvrelay.client.types import Delta, KvrelayError
 from tests.kvrelay.client.scripted import HEED_INTERRUPTS, ScriptedServer
 
 DEADLINE_S = 30.0
@@ -164,3 +166,38 @@ def test_interrupt_cancels_the_request_and_exits_130(server: ScriptedServer) -> 
     assert process.returncode == 130
     assert errors == b"error: interrupted; the request was cancelled\n"
     assert server.cancelled.wait(DEADLINE_S)
+
+
+class Interrupted:
+    """A stream of one message whose wait the user interrupts, before or after it came."""
+
+    waited = closed = False
+
+    def __init__(self, outcome: KvrelayError | Delta) -> None:
+        self.outcome = outcome
+
+    def __next__(self) -> Delta:
+        signal.raise_signal(signal.SIGINT)
+        self.waited = True
+        if isinstance(self.outcome, Delta):
+            return self.outcome
+        raise self.outcome
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    "outcome", [KvrelayError("CANCELLED", "it was cancelled"), Delta(index=0, text="late", token_ids=(1,))]
+)
+def test_an_interrupt_is_raised_when_the_wait_is_over(outcome: KvrelayError | Delta) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    stream: Any = Interrupted(outcome)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(until_interrupted(stream))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stream.waited
+    assert stream.closed
