@@ -26,9 +26,15 @@ RESULTS = REPO / "bench" / "results"
 MODELS = REPO / ".bench"
 LOOK_S = 3.0
 PR_SET_PDEATHSIG = 1
-# By what matters to bfloat16 on a CPU: Intel's tiles; the same CPUs where the host keeps them from its guests; others
-# with AVX512-BF16, as AMD's; those that compute it in float32.
-KINDS_OF_CPU = {"amx_bf16": "_amx", "avx512_fp16": "_avx512_fp16", "avx512_bf16": "", "avx2": "_avx2"}
+# By what matters to bfloat16 on a CPU: Intel's tiles; the same where the host keeps them from its guests; AMD's with
+# AVX512-BF16, Zen 5 and before it Zen 4, which computes it in halves of 256 bits; those that compute it in float32.
+KINDS_OF_CPU = {
+    "amx_bf16": "_amx",
+    "avx512_fp16": "_avx512_fp16",
+    "avx512_vp2intersect": "",
+    "avx512_bf16": "_zen4",
+    "avx2": "_avx2",
+}
 
 
 def about() -> dict[str, Any]:

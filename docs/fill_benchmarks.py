@@ -19,21 +19,23 @@ SHOWN_BOUNDS = (  # of chaos; the others are folded
     *("worker-killed", "worker-stopped", "rank-killed", "router-killed", "router-stopped"),
     *("engine-failed", "engine-hung", "pair-cut", "link-reset", "segment"),
 )
-BESIDE = "The P90s of TTFT and of TPOT over the request rate, of our arrangements and of other servers"
-ENGINES = "Tokens a second of prefill and decode, ours and others'"
-RATIOS = "Other servers' times over ours, with their least and most"
+KINDS_OF_CPU = ("", "_amx", "_avx2", "_avx512_fp16", "_zen4")  # bench.common's
+
+
+def by_cpu(**of_each: Any) -> dict[str, Any]:
+    """Of results that have a file for each kind of CPU."""
+    return {name + kind: it for name, it in of_each.items() for kind in KINDS_OF_CPU}
+
+
 PICTURES = {  # what each shows, for who does not see it
-    "arrangements": BESIDE,
-    "arrangements_amx": BESIDE,
-    "arrangements_avx2": BESIDE,
-    "arrangements_avx512_fp16": BESIDE,
+    **by_cpu(
+        arrangements="The P90s of TTFT and of TPOT over the request rate, of our arrangements and of other servers",
+        engine="Tokens a second of prefill and decode, ours and others'",
+        peers="Other servers' times over ours, with their least and most",
+    ),
     "closed_loops": "Measured against predicted TTFT, time between tokens and throughput of served closed loops",
     "chaos": "The longest time of each fault as a share of its bound: all are below 1",
     "e2e": "P50, P90 and P99 of TTFT and TPOT over the request rate",
-    "engine": ENGINES,
-    "engine_amx": ENGINES,
-    "engine_avx2": ENGINES,
-    "engine_avx512_fp16": ENGINES,
     "flood": "The slowest health check and the most memory of a router in each flood",
     "handoff": "The exposed part of handoffs with and without prefill, and GB/s of each transport by size",
     "hybrids": "Goodput of the best hybrid over the better pure placement, a map of targets for each case",
@@ -41,10 +43,6 @@ PICTURES = {  # what each shows, for who does not see it
     "moves": "Gaps between tokens: undisturbed, moved, and moved and killed",
     "paper_distserve": "Goodput per GPU: published, of a burst, and in the long run",
     "paper_splitwise": "Requests a second of Splitwise's mixes, by the published rule, by the table, and live",
-    "peers": RATIOS,
-    "peers_amx": RATIOS,
-    "peers_avx2": RATIOS,
-    "peers_avx512_fp16": RATIOS,
     "placements": "Goodput of four ways to give requests to eight workers",
     "protocol": "States looked at in each setting, exhausted or bounded",
     "replan": "Share within both targets over time: roles that stay, and by both policies",
@@ -1273,19 +1271,12 @@ def _times(cells: Sequence[Mapping[str, Any]], what: str) -> str:
 
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    **by_cpu(arrangements=arrangements, engine=engine, peers=peers),
     "chaos": chaos,
     "closed_loops": closed_loops,
     "flood": flood,
     "coverage": coverage,
     "e2e": e2e,
-    "arrangements": arrangements,
-    "arrangements_amx": arrangements,
-    "arrangements_avx2": arrangements,
-    "arrangements_avx512_fp16": arrangements,
-    "engine": engine,
-    "engine_amx": engine,
-    "engine_avx2": engine,
-    "engine_avx512_fp16": engine,
     "fairness": fairness,
     "accounts": accounts,
     "accounts_cost": accounts_cost,
@@ -1305,10 +1296,6 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "kv_fp8": kv_fp8,
     "explain": explain,
     "moves": moves,
-    "peers": peers,
-    "peers_amx": peers,
-    "peers_avx2": peers,
-    "peers_avx512_fp16": peers,
     "placements": placements,
     "replan": replan,
     "rolling": rolling,

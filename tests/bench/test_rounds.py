@@ -87,7 +87,8 @@ def test_a_report_names_each_noisy_round() -> None:
     [
         ("avx512_bf16 amx_bf16 amx_tile avx512_fp16", "_amx"),
         ("avx512_bf16 avx512_fp16", "_avx512_fp16"),
-        ("avx2 avx512_bf16", ""),
+        ("avx2 avx512_bf16 avx512_vp2intersect", ""),
+        ("avx2 avx512_bf16", "_zen4"),
         ("avx avx2", "_avx2"),
         ("asimd bf16", ""),
     ],
