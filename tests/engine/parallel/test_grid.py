@@ -40,7 +40,10 @@ from tests.engine.parallel.test_tensor_parallel import (
     whole_pages,
 )
 from tests.engine.test_engine import all_logits, page_tables, prompts, save
+from tests.forked_ranks import forked_ranks
 from tests.zoo import make_tiny_model
+
+__all__ = ["forked_ranks"]
 
 LAYERS = 3  # two of the first stage
 

@@ -18,7 +18,10 @@ from engine.weights.config import length_rope, resolve_max_len
 from tests.engine.rehearsal import rehearse
 from tests.engine.test_engine import save
 from tests.engine.test_zoo import MAX_LEN, NUM_PAGES, PAGE_SIZE, generated, served
+from tests.forked_ranks import forked_ranks
 from tests.zoo import LENGTH_ROPES, LONGROPE, ROPE_LIMIT, VOCAB, make_tiny_model
+
+__all__ = ["forked_ranks"]
 
 LENGTHS = (1, 30, 38, 39, 40, 41, 60, 100)  # with 16 more: below the limit of 40, on it, across, and above
 SMALL: dict[str, Any] = {
