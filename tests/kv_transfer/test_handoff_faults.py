@@ -32,6 +32,7 @@ from kv_transfer.prefill_side.errors import HandoffDenied, HandoffFailed, Handof
 from kv_transfer.prefill_side.pair import PrefillPair
 from kv_transfer.transports.faulty import Faults
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from tests.forked import fork_server
 from tests.kv_transfer.sides import SECRET, DecodeSide, connect, decode_side, random_memory, request, send_all, snapshot
 from worker.wire.rpc import handoff_dial, open_channel, secret_metadata
 
@@ -69,7 +70,7 @@ async def test_a_killed_sender_gives_the_pages_back(transport: str) -> None:
     options = TransferOptions(transports=(transport,), connect_timeout_s=60.0, timeout_s=60.0)
     async with decode_side(options) as decode:
         ours, theirs = multiprocessing.Pipe()
-        child = multiprocessing.get_context("spawn").Process(
+        child = fork_server().Process(
             target=_prefill_child, args=(decode.address.SerializeToString(), transport, theirs), daemon=True
         )
         child.start()

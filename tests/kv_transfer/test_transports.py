@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from kv_transfer.base import ReceiveEnd, Segment, SendEnd, TransferError, Transp
 from kv_transfer.checksum import Checksummer, RunningDigest
 from kv_transfer.transports.registry import load_transport
 from tests.certificates import write_tls
+from tests.forked import fork_server
 from tests.kv_transfer import fake_gpu
 from tests.kv_transfer.gpu_here import SECOND_GPU, why_no_nccl
 from tests.kv_transfer.sides import DEVICE, LAYERS, assert_pages_moved, random_memory, snapshot
@@ -389,10 +390,9 @@ def _connect_child(name: str, wire: Wire, pipe: Connection) -> None:
     end.close()
 
 
-def _in_child(target: Callable[[str, Wire, Connection], None], name: str) -> tuple[Connection, SpawnProcess]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(name, wire_for(name, SOON_S), theirs), daemon=True)
+def _in_child(target: Callable[[str, Wire, Connection], None], name: str) -> tuple[Connection, ForkServerProcess]:
+    ours, theirs = multiprocessing.Pipe()
+    process = fork_server().Process(target=target, args=(name, wire_for(name, SOON_S), theirs), daemon=True)
     process.start()
     return ours, process
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_ranks import forked_ranks
+from tests.forked import forked_ranks
 from tests.zoo import make_tiny_model
 
 __all__ = ["forked_ranks"]

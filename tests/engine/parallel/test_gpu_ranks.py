@@ -35,7 +35,7 @@ from tests.engine.parallel.test_tensor_parallel import GREEDY, SEEDED, load, tok
 from tests.engine.rehearsal import RehearsedGpu, rehearse
 from tests.engine.test_engine import greedy, prompts, save
 from tests.engine.test_rehearsal import counted_replays, overlapped
-from tests.forked_ranks import forked_ranks
+from tests.forked import forked_ranks
 from tests.zoo import make_tiny_model
 
 __all__ = ["forked_ranks"]

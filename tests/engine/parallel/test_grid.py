@@ -40,7 +40,7 @@ from tests.engine.parallel.test_tensor_parallel import (
     whole_pages,
 )
 from tests.engine.test_engine import all_logits, page_tables, prompts, save
-from tests.forked_ranks import forked_ranks
+from tests.forked import forked_ranks
 from tests.zoo import make_tiny_model
 
 __all__ = ["forked_ranks"]

@@ -34,7 +34,7 @@ from engine.weights.loader import load_model, probe_model
 from engine.weights.stage import Stage
 from tests.engine.parallel.test_tensor_parallel import GREEDY, SEEDED, tokens_of, wait_until_gone, whole_pages
 from tests.engine.test_engine import all_logits, page_tables, prompts, save
-from tests.forked_ranks import forked_ranks
+from tests.forked import forked_ranks
 from tests.zoo import make_tiny_model
 
 __all__ = ["forked_ranks"]

@@ -18,7 +18,7 @@ from engine.weights.config import length_rope, resolve_max_len
 from tests.engine.rehearsal import rehearse
 from tests.engine.test_engine import save
 from tests.engine.test_zoo import MAX_LEN, NUM_PAGES, PAGE_SIZE, generated, served
-from tests.forked_ranks import forked_ranks
+from tests.forked import forked_ranks
 from tests.zoo import LENGTH_ROPES, LONGROPE, ROPE_LIMIT, VOCAB, make_tiny_model
 
 __all__ = ["forked_ranks"]

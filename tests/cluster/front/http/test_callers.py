@@ -43,12 +43,12 @@ async def test_a_browser_may_call_from_no_other_page_as_a_rule() -> None:
         assert "access-control-allow-origin" not in (await h.raw.get("/v1/models", headers={"Origin": PAGE})).headers
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/fake"])
-async def test_what_can_be_had_has_a_head(path: str) -> None:
+async def test_what_can_be_had_has_a_head() -> None:
     async with http(codec=words()) as h:
-        head, whole = await h.raw.head(path), await h.raw.get(path)
-        assert (head.status_code, head.content) == (200, b"")
-        assert head.headers["content-type" if whole.content else "content-length"]
+        for path in ("/", "/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/fake"):
+            head, whole = await h.raw.head(path), await h.raw.get(path)
+            assert (head.status_code, head.content) == (200, b""), path
+            assert head.headers["content-type" if whole.content else "content-length"]
     paths = (await _document())["paths"]
     assert all("head" not in methods for methods in paths.values())
 

@@ -1,5 +1,5 @@
-"""Ranks that are forked from a process which has imported what they need. Each that is started anew, as in a cluster,
-spends five seconds of a core on that; tests/engine/parallel/test_tensor_parallel.py starts them so.
+"""Processes that are forked from one which has imported what they need. Each that is started anew, as in a cluster,
+spends five seconds of a core on that; tests/engine/parallel/test_tensor_parallel.py starts ranks so.
 """
 
 from __future__ import annotations
