@@ -89,7 +89,10 @@ def masked_tokens(model: Any, prompt: list[int], policy: dict[str, int]) -> list
 _wanted: dict[str, list[list[int]]] = {}
 
 
-@pytest.fixture(params=POLICIES, ids=("sinks", "window", "heavy"))
+NAMES = ("sinks", "window", "heavy")
+
+
+@pytest.fixture(params=POLICIES, ids=NAMES)
 def policy(request: pytest.FixtureRequest) -> dict[str, int]:
     given: dict[str, int] = request.param
     return given
@@ -104,7 +107,12 @@ def wanted(model_dir: ModelDir, policy: dict[str, int]) -> list[list[int]]:
     return _wanted[key]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "policy"),
+    [*zip(["shared_memory", "process_group", "tcp"], POLICIES, strict=True)],
+    ids=NAMES,
+    indirect=["policy"],
+)
 async def test_tokens_are_those_of_a_mask(transport: str, model_dir: ModelDir, policy: dict[str, int]) -> None:
     changes = {"transports": (transport,)}
     async with (

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from cluster.deploy.local import LocalCluster
 from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
@@ -102,8 +100,7 @@ async def test_hundreds_of_requests_leave_nothing_behind(model_dir: ModelDir) ->
     await soak(str(model_dir("llama")), seed=1, num_requests=300, transport="shared_memory")
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
-async def test_requests_over_a_bad_transport_leave_nothing_behind(transport: str, model_dir: ModelDir) -> None:
+async def test_requests_over_a_bad_transport_leave_nothing_behind(model_dir: ModelDir) -> None:
     """Slow, damaging, and breaking now and then: cancels and deadlines meet handoffs at every stage."""
     faults = Faults(delay_s=0.003, corrupt=frozenset(range(0, 10_000, 5)), fail=frozenset(range(50, 10_000, 150)))
-    await soak(str(model_dir("llama")), seed=2, num_requests=150, transport=transport, faults=faults)
+    await soak(str(model_dir("llama")), seed=2, num_requests=150, transport="process_group", faults=faults)

@@ -1,6 +1,6 @@
 """A sampled request with a seed gives the same tokens however it ran: alone, in a batch, in other chunks, on other
 workers, after preemption. In float32, bfloat16 and with weights in int8, for a dense model, one with normalised queries
-and keys, and a mixture of experts.
+and keys, and a mixture of experts, though not each in all of them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,14 @@ def _tokens(completions: list[Completion]) -> list[tuple[int, ...]]:
     return [completion.token_ids for completion in completions]
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("llama", kind) for kind in ("float32", "bfloat16", "int8")),
+        ("qwen3", "bfloat16"),
+        *(("mixtral", kind) for kind in ("bfloat16", "int8")),
+    ],
+)
 async def test_a_seed_gives_the_same_tokens_however_it_ran(name: str, kind: str, model_dir: ModelDir) -> None:
     directory = str(model_dir(name))
     weights = {"dtype": "bfloat16", "quantization": "int8"} if kind == "int8" else {"dtype": kind}
