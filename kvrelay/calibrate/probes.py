@@ -102,6 +102,7 @@ class Prober:
     def _planned(self, prompt: Sequence[int], num_tokens: int, **more: str | int) -> Planned:
         options = {
             **more,
+            "model": self.model.name,
             "max_tokens": num_tokens,
             "temperature": 0.0,
             "ignore_eos": True,

@@ -95,6 +95,15 @@ async def test_a_mixed_worker_has_steps_and_no_link(model_dir: ModelDir) -> None
         assert verdicts(findings, "prefill steps").keys() == verdicts(findings, "decode steps").keys() == {"mixed-0"}
 
 
+async def test_each_model_s_workers_are_measured(model_dir: ModelDir) -> None:
+    async with cluster(model_dir("llama"), models={"gemma": str(model_dir("gemma2"))}) as served:
+        findings = await checked(served, decode_s=60.0)
+        steps = {"decode-0": "good", "gemma-decode-0": "unknown"}  # what is assumed of a role is not of the other model
+        assert verdicts(findings, "decode steps") == steps
+        assert verdicts(findings, "links").keys() == {"prefill-0 to decode-0", "gemma-prefill-0 to gemma-decode-0"}
+        await served.settled()
+
+
 async def test_only_whole_pairs_can_be_named(model_dir: ModelDir) -> None:
     async with cluster(model_dir("llama")) as served, AsyncClient(served.endpoint) as client:
         wrong: tuple[tuple[GenerateOptions, str], ...] = (

@@ -42,10 +42,9 @@ class PairSample:
 
 
 def pairs_of(workers: Sequence[WorkerState]) -> list[Pair]:
-    """Every pair of ready workers of the cluster's own model; in an order in which all workers come early, for there
-    may not be time for all."""
-    own = [worker for worker in workers if not worker.model]
-    ready = [worker for worker in own if worker.state == "ready" and worker.role in ROLES]
+    """Every pair of ready workers, all of one model; in an order in which all come early, for there may not be time for
+    each pair."""
+    ready = [worker for worker in workers if worker.state == "ready" and worker.role in ROLES]
     reads, writes = (
         [worker.name for worker in ready if phase in ROLES[worker.role].phases] for phase in ("prefill", "decode")
     )
@@ -54,9 +53,8 @@ def pairs_of(workers: Sequence[WorkerState]) -> list[Pair]:
 
 def prompt_tokens(model: ServedModel, workers: Sequence[WorkerState], wanted: int) -> int:
     """As many as wanted, or as every worker reads in one step and has room for."""
-    own = [worker for worker in workers if not worker.model]
-    steps = [int(worker.limits["max_batch_tokens"]) for worker in own if "max_batch_tokens" in worker.limits]
-    rooms = [worker.total_pages * worker.page_size // SHARE_OF_PAGES for worker in own if worker.total_pages]
+    steps = [int(worker.limits["max_batch_tokens"]) for worker in workers if "max_batch_tokens" in worker.limits]
+    rooms = [worker.total_pages * worker.page_size // SHARE_OF_PAGES for worker in workers if worker.total_pages]
     return max(LEAST_PROMPT, min([wanted, model.max_model_len - STEPS - 4, *steps, *rooms]))
 
 
