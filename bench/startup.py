@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ IDLE_S = 10.0
 SETTLE_S = 2.0
 RAY_ALONE = """
 import time; began = time.monotonic()
-from cluster.deploy.local_ray import LocalRay
+from cluster.deploy.own_ray.local_ray import LocalRay
 ray = LocalRay(); ray.start("bench", {"CPU": 2})
 print(time.monotonic() - began)
 ray.stop()
@@ -86,13 +88,14 @@ def _name(process: psutil.Process) -> str:
         return words[0].removeprefix("ray::").partition(".")[0]
     if "cluster.deploy.forks.server" in words:
         return "fork server"
-    scripts = [Path(word).name for word in words if word.endswith(".py")]
-    return "up" if "kvrelay.cli.main" in words else (scripts or [Path(words[0]).name])[-1]
+    if "kvrelay.cli.main" in words:
+        return "up"
+    return next((Path(word).stem for word in words if word.endswith(".py")), Path(words[0]).name)
 
 
 def _memory(processes: list[psutil.Process]) -> dict[str, float]:
     """Proportional set size by name, in MB: pages that processes share are counted once in the sum."""
-    return {_name(process): round(process.memory_full_info().pss / 1e6, 1) for process in processes}
+    return _summed((process, process.memory_full_info().pss / 1e6) for process in processes)
 
 
 def _idle_cpu(processes: list[psutil.Process]) -> dict[str, float]:
@@ -101,7 +104,14 @@ def _idle_cpu(processes: list[psutil.Process]) -> dict[str, float]:
     time.sleep(IDLE_S)
     after = [sum(process.cpu_times()[:2]) for process in processes]
     used = zip(processes, before, after, strict=True)
-    return {_name(process): round(100 * (end - begin) / IDLE_S, 2) for process, begin, end in used}
+    return _summed((process, 100 * (end - begin) / IDLE_S) for process, begin, end in used)
+
+
+def _summed(values: Iterable[tuple[psutil.Process, float]]) -> dict[str, float]:
+    total: defaultdict[str, float] = defaultdict(float)
+    for process, value in values:
+        total[_name(process)] += value
+    return {name: round(value, 2) for name, value in total.items()}
 
 
 def _ray_alone() -> float:

@@ -27,7 +27,7 @@ from cluster.deploy.launch import (
     launch_members,
     needs_of,
 )
-from cluster.deploy.local_ray import LOOPBACK, LocalRay
+from cluster.deploy.own_ray.local_ray import LOOPBACK, LocalRay
 from cluster.deploy.ray import (
     ANSWER_TIMEOUT_S,
     DeployError,

@@ -20,7 +20,7 @@ def static_checks(
     """`address`: of the Ray that is joined. `is_serving`: a cluster runs here already; its memory, its ports and the
     time that it takes are its own."""
     from cluster.deploy.deployment import this_machine
-    from cluster.deploy.local_ray import OBJECT_STORE_BYTES
+    from cluster.deploy.own_ray.local_ray import OBJECT_STORE_BYTES
 
     host, here = read_host(), this_machine()
     wants_gpu = spec is not None and any(pool.device == "cuda" or pool.num_gpus for pool in spec.pools)

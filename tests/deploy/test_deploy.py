@@ -18,11 +18,12 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from cluster.deploy.own_ray import idle_agent
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
 from kvrelay.demo_model import make_demo_model
 from tests.adapters import make_adapter
-from tests.deploy.running import COMMAND, Running, environment, gone, kvrelay, until
+from tests.deploy.running import COMMAND, Running, environment, gone, kvrelay, title, until
 from tests.zoo import make_tiny_model
 from worker.wire.tls import is_loopback
 
@@ -459,6 +460,13 @@ def test_workers_are_forked_of_one_process_and_come_back_without_it(cluster: Run
     assert len(client.generate("again", max_tokens=4, ignore_eos=True).token_ids) == 4
     (successor,) = cluster.actors("PrefillActor")
     assert psutil.Process(successor).ppid() != server.pid
+
+
+def test_nothing_runs_that_serves_a_dashboard(cluster: Running) -> None:
+    for helper in ("DashboardAgent", "RuntimeEnvAgent", "monitor.py", "dashboard.py"):
+        assert not cluster.actors(helper)
+    (raylet,) = (process for process in cluster.processes() if process.name() == "raylet")
+    assert sum(idle_agent.__file__ in title(child) for child in raylet.children()) == 2, "what it has instead"
 
 
 def test_a_stopped_gcs_stops_no_request_and_no_down(cluster: Running, client: Client) -> None:

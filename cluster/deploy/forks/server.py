@@ -34,13 +34,18 @@ from worker.heap import give_memory_back
 
 MODULES = (
     "cluster.deploy.router_service",
-    "cluster.spec.model",
+    "cluster.deploy.changes.rolling",  # the controller's class, which Ray has all who call it import
     "worker.driver",
+    "worker.log_file",
     "worker.process",
     "mixed_worker.driver",  # of the parts of the two others
-    "jsonschema",  # what Ray imports
+    "google.protobuf.json_format",  # what Ray imports
+    "jsonschema",
     "msgpack",
+    "pdb",
+    "pydantic.v1",
     "requests",
+    "starlette.datastructures",
 )
 MAX_REQUEST_BYTES = 1 << 18  # more does not fit into a message
 FORKED = b"f"

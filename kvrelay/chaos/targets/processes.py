@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from cluster.deploy.local_ray import is_there
+from cluster.deploy.own_ray.local_ray import is_there
 from engine.process import set_thread_counts
 from kvrelay.chaos.targets.base import ROUTER, ProcessState, Shape, states_of
 from kvrelay.chaos.targets.members import PRELOAD, run_router, run_worker

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import yaml
 
-from cluster.deploy.local_ray import is_there
+from cluster.deploy.own_ray.local_ray import is_there
 from kvrelay.chaos.targets.base import ProcessState, Shape, states_of
 
 COMMAND = (sys.executable, "-m", "kvrelay.cli.main")

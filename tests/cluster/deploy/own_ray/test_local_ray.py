@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.deploy import local_ray
-from cluster.deploy.local_ray import PREFIX, LocalRay, _locked, _make_folder, _sweep
+from cluster.deploy.own_ray import local_ray
+from cluster.deploy.own_ray.local_ray import PREFIX, LocalRay, _locked, _make_folder, _sweep
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import inspect
 import logging
 import math
 import os
@@ -18,16 +17,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import psutil
 
-from cluster.deploy.forks import ask
 from cluster.deploy.forks.server import start_fork_server
+from cluster.deploy.own_ray.lean import RUNTIME_ENVIRONMENTS, lean_ray
 from worker.wire.private_files import write_private
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever goes through it
@@ -49,7 +45,9 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
+    "RAY_prestart_worker_first_driver": "0",  # `ray.init` would wait until the fork server has imported all
     "RAY_task_events_report_interval_ms": "0",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # what is run here by `uv run` has its packages here
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_kill_worker_timeout_milliseconds": "500",  # until a process that is told to end is sent a SIGKILL
 }
@@ -72,7 +70,8 @@ class LocalRay:
         _sweep(base)
         folder, self._lock = _make_folder(base)
         self._folder = folder
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # Ray would take it before the file's
+        for name in ("RAY_AUTH_TOKEN", *RUNTIME_ENVIRONMENTS):
+            os.environ.pop(name, None)  # Ray would take them before ours: the file's token, and no environment
         token_path = folder / "token"
         write_private(token_path, secrets.token_hex(32))
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token_path))
@@ -82,7 +81,7 @@ class LocalRay:
 
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         custom = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
-        with _ray_params_changed(is_forking=self._forks is not None):
+        with lean_ray(is_forking=self._forks is not None):
             ray.init(
                 address="local",
                 namespace=namespace,
@@ -138,30 +137,6 @@ class LocalRay:
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
-
-
-@contextlib.contextmanager
-def _ray_params_changed(*, is_forking: bool) -> Iterator[None]:
-    """Ray's autoscaler, log monitor and API server do nothing for a cluster on one machine without a dashboard, and
-    take two seconds of a core and 170 MB. `ray.init` has no switch for them; its RayParams have one for each of the
-    first two, and name the script that a raylet runs for a worker. A Ray that is made otherwise starts all as ever.
-    """
-    from ray._private import parameter
-    from ray._private.node import Node
-
-    with contextlib.ExitStack() as undo:
-        ours: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
-        if is_forking:
-            ours["setup_worker_path"] = ask.__file__
-        if ours.keys() <= inspect.signature(parameter.RayParams).parameters.keys():
-            undo.enter_context(patch.object(parameter, "RayParams", partial(parameter.RayParams, **ours)))
-        if hasattr(Node, "start_api_server") and hasattr(Node, "webui_url"):
-            undo.enter_context(patch.object(Node, "start_api_server", _no_api_server))
-        yield
-
-
-def _no_api_server(node: Any, **_: Any) -> None:
-    node._webui_url = None
 
 
 def is_there(process: psutil.Process) -> bool:
