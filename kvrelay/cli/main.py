@@ -1,7 +1,7 @@
 """The `kvrelay` command: registers the commands and turns what they raise into exit codes. It does nothing itself.
 
 Exit codes: 0 done; 1 it failed; 2 it was asked wrongly; 130 interrupted. What is heavy (ray, torch, grpc) is imported
-by the commands when they need it, so that --help is quick.
+by the commands when they need it, and a command itself when it is meant, so that --help is quick.
 """
 
 from __future__ import annotations
@@ -42,41 +42,81 @@ def _options(
     return
 
 
-COMMANDS = {
-    "up": "cluster.up",
-    "down": "cluster.down",
-    "status": "cluster.status",
-    "doctor": "doctor",
-    "token": "cluster.token",
-    "drain": "cluster.drain",
-    "role": "cluster.role",
-    "scale": "cluster.scale",
-    "adapter": "adapter",
-    "apply": "spec.apply",
-    "roll": "spec.roll",
-    "config": "spec.config",
-    "replan": "cluster.replan",
-    "decisions": "cluster.replan",
-    "explain": "explain",
-    "usage": "usage",
-    "generate": "generate",
-    "chat": "chat",
-    "bench": "measuring.bench",
-    "report": "measuring.report",
-    "plan": "planning.plan",
-    "simulate": "planning.simulate",
-    "calibrate": "planning.calibrate",
-    "verify": "planning.verify",
-    "chaos": "measuring.chaos",
-    "make-model": "make_model",
+COMMANDS = {  # the module of each, and how its help begins, which is all that `kvrelay --help` says of it
+    "up": ("cluster.up", "Start a cluster and serve until Ctrl-C."),
+    "down": (
+        "cluster.down",
+        "End a cluster in good order: running requests may finish, then every process that belongs to it is gone.",
+    ),
+    "status": (
+        "cluster.status",
+        "Show what a router knows: its requests, every worker's state, queue and pages, and what is wrong and why.",
+    ),
+    "doctor": ("doctor", "Check this machine, a spec and a running cluster, and say how to mend what is wrong."),
+    "token": (
+        "cluster.token",
+        "Print the token of the cluster that was started from here, for curl, OpenAI's clients and gRPC tools.",
+    ),
+    "drain": (
+        "cluster.drain",
+        "Have a worker left: routers send it nothing new and move what it decodes to others, with no token lost.",
+    ),
+    "role": ("cluster.role", "Change what a worker does: prefill, decode, or mixed for both."),
+    "scale": ("cluster.scale", "Have a pool of so many workers."),
+    "adapter": ("adapter", "Which LoRA adapters requests may name, beside the model itself."),
+    "apply": ("spec.apply", "Change what a running cluster runs with, to what a spec says."),
+    "roll": ("spec.roll", "Replace the workers of pools, or all of them, one after another, with nothing lost."),
+    "config": ("spec.config", "Look at what a cluster is started from, or runs with."),
+    "replan": (
+        "cluster.replan",
+        "Say which workers should have other roles or chunks for what has come lately, or have them change.",
+    ),
+    "decisions": ("cluster.replan", "Show what `kvrelay replan` has decided, why, and what came of it."),
+    "explain": (
+        "explain",
+        "Say where the time of a request went: what it waited for and why, who computed it, what was slow.",
+    ),
+    "usage": (
+        "usage",
+        "Say what each key used: requests, tokens of prompts, cached and generated, seconds of workers, and the cost.",
+    ),
+    "generate": ("generate", "Send one prompt and print the answer as it comes."),
+    "chat": (
+        "chat",
+        "Talk with the model that is served. An empty line does nothing, Ctrl-C ends an answer, Ctrl-D ends the talk.",
+    ),
+    "bench": ("measuring.bench", "Play a trace or random lengths, and print latencies and goodput."),
+    "report": (
+        "measuring.report",
+        "Make a page of what kvrelay bench saved: figures, ratios, distributions, attainment by rate and the knee.",
+    ),
+    "plan": (
+        "planning.plan",
+        "Size the prefill and decode pools for a model, a kind of GPU, a workload and two latency targets.",
+    ),
+    "simulate": (
+        "planning.simulate",
+        "Simulate a cluster spec under a load: attainment, TTFT and TPOT at each rate, where the time goes, "
+        "what binds.",
+    ),
+    "calibrate": ("planning.calibrate", "Measure a running cluster: how long prefill, decode and handoff take."),
+    "verify": ("planning.verify", "Play a plan's workload against a live cluster: predicted against measured."),
+    "chaos": ("measuring.chaos", "Put faults into a cluster of real processes, and hold it to its bounds."),
+    "make-model": ("make_model", "Make a small Llama-style model with random weights and a real tokenizer."),
 }
 
 
 def _register(command: str = "") -> None:
     """This one, or all: a module has what its own command needs."""
-    paths = [COMMANDS[command]] if command in COMMANDS else dict.fromkeys(COMMANDS.values())
-    for path in paths:
+    names = [command] if command in COMMANDS else COMMANDS
+    for path in dict.fromkeys(COMMANDS[name][0] for name in names):
         import_module(f"kvrelay.cli.{path}").register(app)
+
+
+def _list() -> None:
+    """All by name, to be told of and not to be called: no module is imported for that."""
+    for name, (_, about) in COMMANDS.items():
+        app.command(name, help=about)(_list)
 
 
 def _command(arguments: list[str], environment: Mapping[str, str]) -> str:
@@ -108,7 +148,11 @@ ASK_A_ROUTER = (
 
 
 def main() -> None:
-    _register(_command(sys.argv[1:], os.environ))
+    command = _command(sys.argv[1:], os.environ)
+    if command in COMMANDS:
+        _register(command)
+    else:
+        _list()
     if sys.argv[1:2] and sys.argv[1] in ASK_A_ROUTER:
         _find_endpoint(sys.argv[2:])
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib import import_module
+from typing import Any
 
 import pytest
 import typer
@@ -15,19 +16,37 @@ pytestmark = pytest.mark.unit
 
 
 def test_each_module_registers_the_commands_that_it_is_known_for() -> None:
-    for path in dict.fromkeys(main.COMMANDS.values()):
+    for path in dict.fromkeys(path for path, _ in main.COMMANDS.values()):
         app = typer.Typer()
         import_module(f"kvrelay.cli.{path}").register(app)
         callbacks = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
         groups = [each.typer_instance.info.name for each in app.registered_groups if each.typer_instance]
-        assert {*callbacks, *groups} == {name for name, of in main.COMMANDS.items() if of == path}
+        assert {*callbacks, *groups} == {name for name, (of, _) in main.COMMANDS.items() if of == path}
+
+
+def test_the_list_of_commands_says_what_their_own_help_begins_with() -> None:
+    main._register()
+    group: Any = typer.main.get_command(main.app)
+    begin = {name: " ".join(command.help.split("\n\n")[0].split()) for name, command in group.commands.items()}
+    assert begin == {name: about for name, (_, about) in main.COMMANDS.items()}
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = "import sys; from kvrelay.cli import main; sys.argv[1:] = {words}; main.main()"
+    code = f"import atexit, sys; atexit.register(lambda: print(*sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", code.format(words=["--help"])], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Start a cluster and serve until Ctrl-C." in done.stdout
+    assert not {"kvrelay.cli.cluster.up", "kvrelay.client", "pydantic"} & set(done.stdout.split())
+    unknown = subprocess.run([sys.executable, "-c", code.format(words=["generat"])], capture_output=True, text=True)
+    assert (unknown.returncode, "generate" in unknown.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("words", "environment", "wanted"),
     [
         (["status", "--json"], {}, "status"),
-        (["--help"], {}, "--help"),  # no command's name: all are registered
+        (["--help"], {}, "--help"),  # no command's name: all are listed
         ([], {}, ""),
         ([], {"_KVRELAY_COMPLETE": "complete_bash", "COMP_WORDS": "kvrelay role"}, ""),
         ([], {"_KVRELAY_COMPLETE": "complete_bash", "COMP_WORDS": "kvrelay role "}, "role"),
