@@ -111,6 +111,13 @@ def load_of(rng: np.random.Generator, swing: float) -> UnderLoad:
     return UnderLoad(prefill=phase, decode=phase, gap_s=0.0, handoff_s=0.0, runs=tuple(runs))
 
 
+def test_a_p99_may_be_off_by_stalls_that_no_other_percentile_shows() -> None:
+    prediction = predict(sim_cluster(profile()), workload(), Doubt())
+    stalled = Seen(**{name: 1.25 * getattr(prediction.expected, name) for name in ("ttft_s", "tpot_s", "e2e_s")})
+    found = {(row.metric, row.percentile): row.is_inside for row in compare(prediction, stalled, SLO).rows}
+    assert found == {(metric, p): p == 99.0 for metric in ("ttft", "tpot", "e2e") for p in (50.0, 90.0, 99.0)}
+
+
 def test_what_lies_between_client_and_router_is_added() -> None:
     cluster, requests = sim_cluster(profile()), workload()
     near, far = predict(cluster, requests, Doubt()), predict(cluster, requests, Doubt(client_s=0.5))
