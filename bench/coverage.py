@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import REPO, RESULTS, about, demo_model, other_cores, save
+from bench.common import REPO, RESULTS, about, demo_model, on_this_cpu, other_cores, save
 from bench.e2e import Cluster, cluster, spec
 from bench.verify_live import measure_profile
 from kvrelay.bench.metrics import Outcome
@@ -49,6 +49,7 @@ from placement.latency.profile_latency import ProfileLatency
 from placement.plan import Slo, to_json
 from placement.workload.requests import Workload
 
+NAME = "coverage"
 EFFORT = Effort(repeats=3, minutes=6.75, at_most_s=90.0)
 TRACE = REPO / "configs" / "workloads" / "azure-conv-2023.csv"
 LENGTHS: dict[str, dict[str, Any]] = {
@@ -206,7 +207,7 @@ def line_of(row: Mapping[str, Any]) -> str:
 
 def kept(head: Mapping[str, Any], size: str) -> dict[str, Any] | None:
     """What an earlier run of this commit on this machine has, and not all of it."""
-    path = RESULTS / "coverage.json"
+    path = RESULTS / f"{on_this_cpu(NAME)}.json"
     if not path.exists():
         return None
     data: dict[str, Any] = json.loads(path.read_text())
@@ -216,12 +217,12 @@ def kept(head: Mapping[str, Any], size: str) -> dict[str, Any] | None:
 
 def predict_all_again() -> int:
     """Of the file, which keeps what its first predictions were worth."""
-    served = json.loads((RESULTS / "coverage.json").read_text())
+    served = json.loads((RESULTS / f"{on_this_cpu(NAME)}.json").read_text())
     profile, pairs = profile_from(served["profile"]), zip(served["cases"], cases(), strict=True)
     rows = [predicted_again(row, case, profile, served["seconds"]) for row, case in pairs]
     first = served.get("predicted_again", {}).get("earlier", served["coverage"])
     again = {"predicted_again": about() | {"earlier": first}, "coverage": coverage_of(rows), "cases": rows}
-    save("coverage", served | again)
+    save(on_this_cpu(NAME), served | again)
     console.print(table_of(rows))
     return 0
 
@@ -251,7 +252,7 @@ def main() -> int:
             console.print(f"{len(rows)} of {len(rows) + len(todo) - number - 1}: {line_of(rows[-1])}")
             if not args.quick:
                 result = {"size": args.size, "seconds": seconds, "coverage": coverage_of(rows)}
-                saved = save("coverage", {**head, **result, "profile": profile_object(profile), "cases": rows})
+                saved = save(on_this_cpu(NAME), {**head, **result, "profile": profile_object(profile), "cases": rows})
     console.print(table_of(rows))
     if not args.quick:
         console.print(f"written to {os.path.relpath(saved)}")

@@ -553,6 +553,7 @@ PLOTS_BY_CPU: Mapping[str, Callable[[Result], Figure]] = {
     "arrangements": arrangements,
     "engine": engine,
     "peers": peers,
+    "verify_live": verify_live,
 }
 PLOTS: Mapping[str, Callable[[Result], Figure]] = {
     **{name + kind: plot for name, plot in PLOTS_BY_CPU.items() for kind in KINDS_OF_CPU.values()},
@@ -576,7 +577,6 @@ PLOTS: Mapping[str, Callable[[Result], Figure]] = {
     "startup": startup,
     "static_batches": static_batches,
     "two_hosts": two_hosts,
-    "verify_live": verify_live,
     "versions_unused": versions_unused,
 }
 

@@ -7,7 +7,8 @@ model in bf16. It is calibrated; the simulator, which is told nothing else, find
 requests of the Azure conversation trace (lengths scaled to a quarter, Poisson arrivals) meet both targets. Then at
 half, three quarters, once and 1.2 times that rate these requests, at the same times, are simulated once and served
 twice; the two live runs against each other say what the noise of the machine is. Before each run a few probes say how
-far the machine is from what was calibrated. Nothing is refused for noise; bench/results/verify_live.json keeps it all.
+far the machine is from what was calibrated. Nothing is refused for noise; bench/results/verify_live*.json keeps it all,
+of each kind of CPU.
 
 Wanted: below the knee attainment within 3 points, P90 of TTFT and TPOT within 10%; at and above it what was measured
 inside the predicted interval, give or take the noise, and above it the attainment on the same side of the target.
@@ -30,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.common import MODELS, REPO, CpuWatch, about, demo_model, other_cores, save
+from bench.common import MODELS, REPO, CpuWatch, about, demo_model, on_this_cpu, other_cores, save
 from bench.e2e import Cluster, cluster, spec
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
@@ -364,7 +365,7 @@ def main() -> int:
             rows.append(row_of(share, [live_run(served, claim, trial.profile) for _ in range(LIVE_RUNS)]))
             console.print(table_of(rows[-1:], trial.slo, trial.knee))
             if not args.quick:  # what is there is kept, should a later rate fail
-                saved = save("verify_live", result_of(head, trial, rows))
+                saved = save(on_this_cpu("verify_live"), result_of(head, trial, rows))
     console.print(table_of(rows, trial.slo, trial.knee), phases_table(rows), *broken_of(rows), sep="\n")
     if not args.quick:
         console.print(f"written to {os.path.relpath(saved)}")

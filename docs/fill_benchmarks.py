@@ -32,6 +32,7 @@ PICTURES = {  # what each shows, for who does not see it
         arrangements="The P90s of TTFT and of TPOT over the request rate, of our arrangements and of other servers",
         engine="Tokens a second of prefill and decode, ours and others'",
         peers="Other servers' times over ours, with their least and most",
+        verify_live="Attainment and the P90s of TTFT and TPOT over the rate: predicted, and measured twice",
     ),
     "closed_loops": "Measured against predicted TTFT, time between tokens and throughput of served closed loops",
     "chaos": "The longest time of each fault as a share of its bound: all are below 1",
@@ -53,7 +54,6 @@ PICTURES = {  # what each shows, for who does not see it
     "simulator": "Speed beside their simulators, and by size of the cluster",
     "startup": "Memory and idle CPU of each process",
     "two_hosts": "Seconds until a stream failed, a request was refused and it served again, for both cuts",
-    "verify_live": "Attainment and the P90s of TTFT and TPOT over the rate: predicted, and measured twice",
     "versions_unused": "Latencies and CPU time after over before, with what half of the rounds lie within",
 }
 
@@ -1271,11 +1271,10 @@ def _times(cells: Sequence[Mapping[str, Any]], what: str) -> str:
 
 
 TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    **by_cpu(arrangements=arrangements, engine=engine, peers=peers),
+    **by_cpu(arrangements=arrangements, coverage=coverage, engine=engine, peers=peers, verify_live=verify_live),
     "chaos": chaos,
     "closed_loops": closed_loops,
     "flood": flood,
-    "coverage": coverage,
     "e2e": e2e,
     "fairness": fairness,
     "accounts": accounts,
@@ -1324,7 +1323,6 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "two_hosts": two_hosts,
     "versions": two_versions,
     "versions_unused": versions,
-    "verify_live": verify_live,
 }
 
 if __name__ == "__main__":

@@ -22,8 +22,10 @@ from placement.workload.requests import Floats, Ints
 
 RUNS_FOR_LINES = 12  # four for each figure of one in two directions
 # Of a phase's time, a standard deviation, from one quarter of an hour to the next, and how much of it both phases have
-# in common: what the same loads of bench.coverage were off by beyond what a run's steps explain.
+# in common: what the same loads of bench.coverage were off by beyond what a run's steps explain. A machine that swings
+# much between runs of some minutes drifts more in an hour.
 DRIFT, TOGETHER = 0.1, 0.7
+OF_SWING = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,8 @@ def _of_another_run(load: UnderLoad, work: Work) -> tuple[Floats, Floats]:
     done = np.array([run.work.logs for run in load.runs])
     columns = 2 if len(logs) >= RUNS_FOR_LINES else 0
     centre, free = _on_a_line(done, logs, np.array(work.logs), columns), len(logs) - 1 - columns
-    covariance = DRIFT * DRIFT * np.array([[1.0, TOGETHER], [TOGETHER, 1.0]])
+    drift = np.maximum(DRIFT, OF_SWING * np.array([load.prefill.swing, load.decode.swing]))
+    covariance = np.outer(drift, drift) * np.array([[1.0, TOGETHER], [TOGETHER, 1.0]])
     if free:
         left = np.array([logs[i] - _on_a_line(done[far], logs[far], done[i], columns) for i, far in _unlike(done)])
         student = t_90(free) / NINE_IN_TEN
