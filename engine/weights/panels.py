@@ -15,7 +15,6 @@ import ctypes
 from functools import cache
 
 import torch
-from torch.nn.functional import pad
 
 from engine.kernels import native
 
@@ -52,8 +51,12 @@ def in_panels(weight_ON: torch.Tensor) -> torch.Tensor:
     """[panels, in / 2, outputs of a panel, 2], in bfloat16 or int8 as it is; what the last panel lacks is 0."""
     library, width = _found()
     pairs = weight_ON.contiguous().view(torch.int32 if weight_ON.dtype == torch.bfloat16 else torch.int16)
-    pairs = pad(pairs, (0, 0, 0, -len(pairs) % width))
-    panels = pairs.view(-1, width, pairs.shape[1]).transpose(1, 2).contiguous()
+    parts = pairs.split(width)
+    panels = pairs.new_empty(len(parts), pairs.shape[1], width)
+    if len(parts[-1]) < width:
+        panels[-1] = 0
+    for panel, part in zip(panels, parts, strict=True):  # one by one: torch turns only matrices block by block
+        panel[:, : len(part)] = part.t()
     if weight_ON.dtype == torch.int8 and library.kvrelay_product_turns():
         panels = _by_turns(panels)
     return panels.view(weight_ON.dtype).view(*panels.shape, 2)
