@@ -1321,6 +1321,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "newcomer": newcomer,
     "static_batches": static_batches,
     "two_hosts": two_hosts,
+    "verify_live_again": verify_live,
     "versions": two_versions,
     "versions_unused": versions,
 }
