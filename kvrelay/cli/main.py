@@ -106,6 +106,9 @@ COMMANDS = {  # the module of each, and how its help begins, which is all that `
 }
 
 
+LISTED = ("", "--help", "-h")  # in a command's place
+
+
 def _register(command: str = "") -> None:
     """This one, or all: a module has what its own command needs."""
     names = [command] if command in COMMANDS else COMMANDS
@@ -114,9 +117,9 @@ def _register(command: str = "") -> None:
 
 
 def _list() -> None:
-    """All by name, to be told of and not to be called: no module is imported for that."""
+    """All by name, where they are only told of and none can be called: no module is imported for that."""
     for name, (_, about) in COMMANDS.items():
-        app.command(name, help=about)(_list)
+        app.command(name, help=about)(lambda: None)
 
 
 def _command(arguments: list[str], environment: Mapping[str, str]) -> str:
@@ -149,10 +152,10 @@ ASK_A_ROUTER = (
 
 def main() -> None:
     command = _command(sys.argv[1:], os.environ)
-    if command in COMMANDS:
-        _register(command)
-    else:
+    if command in LISTED:
         _list()
+    else:
+        _register(command)
     if sys.argv[1:2] and sys.argv[1] in ASK_A_ROUTER:
         _find_endpoint(sys.argv[2:])
     try:

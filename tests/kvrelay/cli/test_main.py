@@ -42,6 +42,12 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
     assert (unknown.returncode, "generate" in unknown.stderr) == (2, True)
 
 
+def test_a_command_behind_two_dashes_is_the_command() -> None:
+    words = [sys.executable, "-m", "kvrelay.cli.main", "--", "make-model"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, "kvrelay make-model" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "wanted"),
     [
