@@ -32,6 +32,7 @@ PORTS = (
     "RUNTIME_ENV_AGENT_PORT_NAME",
 )
 NOT_IN_USE = -1
+IDLE_AGENT = (sys.executable, "-I", "-S", idle_agent.__file__)
 COMMAND = "_build_python_executable_command_memory_profileable"  # in Ray's services: how a helper is started
 RUNTIME_ENVIRONMENTS = ("RAY_RUNTIME_ENV_HOOK", "RAY_JOB_CONFIG_JSON_ENV_VAR")  # variables, for another Ray's jobs
 
@@ -74,7 +75,7 @@ def _without_agents(start_raylet: Any) -> Any:
 
     def command(component: str, *rest: Any, **more: Any) -> Any:
         if component in AGENTS:
-            return [sys.executable, "-I", "-S", idle_agent.__file__]
+            return list(IDLE_AGENT)
         return build(component, *rest, **more)
 
     def start(node: Any, *rest: Any, **more: Any) -> None:

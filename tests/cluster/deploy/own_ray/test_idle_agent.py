@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from cluster.deploy.own_ray import idle_agent
+from cluster.deploy.own_ray.lean import IDLE_AGENT
 
 pytestmark = pytest.mark.unit
 
@@ -16,10 +17,8 @@ STARTS_ONE = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, 
 
 
 def test_it_ends_when_its_raylet_was_killed() -> None:
-    command = [sys.executable, "-I", "-S", idle_agent.__file__]
-    with subprocess.Popen(
-        [sys.executable, "-c", STARTS_ONE, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as raylet:
+    command = [sys.executable, "-c", STARTS_ONE, *IDLE_AGENT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as raylet:
         assert raylet.stdout is not None
         agent = psutil.Process(int(raylet.stdout.readline()))
         with pytest.raises(psutil.TimeoutExpired):
