@@ -155,6 +155,7 @@ class Generation:
             limits=limits,
             account=self.allowances.of(CALLER.get()),
             usual_kept=served.router.policy.options.kept_tokens,
+            most_tokens=served.router.policy.workers.decode.most_tokens,
         )
         _raise_refused(self.allowances.take_prompt(checked.new.owner, len(checked.new.prompt_ids), self._clock()))
         return checked

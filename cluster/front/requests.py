@@ -30,6 +30,7 @@ from worker.wire.tokens import OPERATORS
 
 T = TypeVar("T")
 MAX_ID_CHARS = 128
+AS_MANY_AS_FIT = 2**31 - 1  # of max_tokens: what the model takes behind the prompt, and workers have pages for
 MAX_BAD_WORD_CHARS = 256
 MAX_SCORES = 32_768  # log-probabilities of one prompt
 
@@ -58,11 +59,13 @@ async def check_request(
     limits: TimeLimits,
     account: Account = NO_LIMITS,
     usual_kept: Mapping[str, int] = MappingProxyType({}),
+    most_tokens: int = 0,
 ) -> CheckedRequest:
     """Everything checked, the prompt tokenised, an id and a seed given where the client gave none.
 
     `admit` is asked with the id and the number of choices before the prompt is tokenised, and raises RequestFailed when
-    the caller gets nothing now. `usual_kept`: the KvPolicy of requests that give none.
+    the caller gets nothing now. `usual_kept`: the KvPolicy of requests that give none. `most_tokens`: of prompt and
+    answer, whose KV any worker can hold; 0: not known.
     """
     adapter = adapters.asked(request.model, request.adapter)
     request_id = checked_id(request.request_id)
@@ -89,6 +92,9 @@ async def check_request(
     prompt_ids = await _prompt_ids(request, model, codec, limits)
     _check_scores(params.prompt_logprobs, len(prompt_ids))
     room = model.max_model_len - len(prompt_ids)
+    if params.max_tokens == AS_MANY_AS_FIT and kept is None and most_tokens > len(prompt_ids):
+        beams = params.beam_search.num_beams if params.beam_search is not None else 1
+        room = min(room, max(1, (most_tokens - len(prompt_ids)) // beams))
     if params.max_tokens > room:
         params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
     new = NewRequest(

@@ -215,7 +215,7 @@ class RouterPolicy:
         absent = self.missing_phase
         if absent and not self.options.unavailable_grace_s:
             return Unavailable(reason=_not_ready(absent))
-        if why := self._workers.placing.why_never(shape):
+        if why := self._workers.placing.why_never(shape, is_resent=is_resent):
             return Unavailable(reason=why) if is_resent else Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape, shape.past, now)
         if absent:

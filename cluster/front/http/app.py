@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from cluster.front.generation import Generation
 from cluster.front.http import errors
+from cluster.front.http.answers import Answer
 from cluster.front.http.chat import ChatTemplates
 from cluster.front.http.chats import ChatAnswer, chat_ids
 from cluster.front.http.completions import CompletionAnswer
@@ -36,7 +37,7 @@ from cluster.front.http.schemas import (
     TokenizeRequest,
 )
 from cluster.front.http.shapes import ChatBody, CompletionBody, ModelBody, ModelsBody, PromptBody, TokensBody
-from cluster.front.http.streams import EventStream
+from cluster.front.http.streams import EventStream, WholeBody
 from cluster.front.http.watching import add_page
 from cluster.front.requests import checked_id
 from cluster.router.live.requests import RequestFailed
@@ -83,7 +84,7 @@ def _add_answers(app: FastAPI, generation: Generation, templates: ChatTemplates)
     @app.post("/v1/completions", responses=_answers(CompletionBody))
     async def complete(asked: CompletionRequest, request: Request) -> Response:
         answer = CompletionAnswer(generation, _named(asked, request), asked)
-        return EventStream(answer.events(), generation.stalls) if asked.stream else JSONResponse(await answer.whole())
+        return await _written(answer, generation)
 
     @app.post("/v1/chat/completions", responses=_answers(ChatBody))
     async def chat(asked: ChatRequest, request: Request) -> Response:
@@ -92,7 +93,13 @@ def _add_answers(app: FastAPI, generation: Generation, templates: ChatTemplates)
         more = {"reasoning_effort": asked.reasoning_effort} if asked.reasoning_effort is not None else {}
         template, prompt, ids = await chat_ids(generation, templates, asked, asked.model or "", **more)
         answer = ChatAnswer(generation, call, asked, template, prompt, ids)
-        return EventStream(answer.events(), generation.stalls) if asked.stream else JSONResponse(await answer.whole())
+        return await _written(answer, generation)
+
+
+async def _written(answer: Answer, generation: Generation) -> Response:
+    if answer.asked.stream:
+        return EventStream(answer.events(), generation.stalls)
+    return WholeBody(await answer.whole(), generation.stalls)
 
 
 def _add_tokens(app: FastAPI, generation: Generation, templates: ChatTemplates) -> None:

@@ -99,6 +99,7 @@ class _Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._heard()  # uvicorn's own timer runs now
         super().on_response_complete()
+        self._look_again()  # that timer's close, too, waits until all is taken
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -125,7 +126,8 @@ class _Connection(HttpToolsProtocol):
     def _look_again(self) -> None:
         self._stop_stall_timer()
         self._untaken_bytes = self.transport.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(self._max_stall_s, self._look)
+        if self._untaken_bytes:
+            self._stall_timer = self.loop.call_later(self._max_stall_s, self._look)
 
     def _look(self) -> None:
         if self.transport.get_write_buffer_size() >= self._untaken_bytes:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.front.requests import AS_MANY_AS_FIT, MAX_ID_CHARS
 from engine.kept import POLICY_KEYS
 from engine.types import MAX_N, InvalidRequest, SamplingParams
 from kvrelay.v1 import generate_pb2
@@ -337,7 +338,7 @@ class Prompted(BaseModel):
 class ChatRequest(Prompted, Sampled):
     """OpenAI's chat completion."""
 
-    usual_max_tokens: ClassVar[int] = 2**31 - 1  # as many as fit
+    usual_max_tokens: ClassVar[int] = AS_MANY_AS_FIT
     adds_special_tokens: ClassVar[bool] = False  # the template does
 
     max_completion_tokens: Int32 | None = None
@@ -393,7 +394,8 @@ def proto_prompts(request: CompletionRequest, request_id: str) -> Iterator[gener
     """One for each prompt; the name of each is its own."""
     prompts = request.prompts()
     for number, prompt in enumerate(prompts):
-        asked = request.to_proto(request_id if len(prompts) == 1 else f"{request_id}-{number}")
+        suffix = "" if len(prompts) == 1 else f"-{number}"
+        asked = request.to_proto(f"{request_id[: MAX_ID_CHARS - len(suffix)]}{suffix}")
         if isinstance(prompt, str):
             asked.text = prompt
         else:

@@ -1,14 +1,15 @@
-"""EventStream writes an answer as server-sent events while it is made, and gather runs several answers as one.
+"""EventStream writes an answer as server-sent events while it is made, WholeBody one that is made, and gather runs
+several answers as one.
 
 What fails before the first event has a status of its own; what fails later is told in an event, as OpenAI's clients
-read it.
+read it. Nothing is so large that the event loop is held up by its encoding, or by who does not take it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -22,6 +23,9 @@ from engine.types import InvalidRequest
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
+AT_ONCE = 64  # of a list, which may be a token's log-probabilities each: encoded in one go
+WRITE_BYTES = 64 * 1024
+NESTED = 4  # body, choices, choice, log-probabilities: below them nothing is long but lists
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -56,6 +60,58 @@ class EventStream(Response):
 
     async def _write(self, send: Send, limit: asyncio.Timeout, body: bytes, *, more: bool = True) -> None:
         await self._stalls.bounded(limit, send({"type": "http.response.body", "body": body, "more_body": more}))
+
+
+class WholeBody(Response):
+    media_type = "application/json"
+
+    def __init__(self, body: Any, stalls: Stalls) -> None:
+        self.status_code = 200
+        self.background = None
+        self._body = body
+        self._stalls = stalls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        parts = [b""]
+        for piece in json_pieces(self._body, NESTED):
+            parts[-1] += piece
+            if len(parts[-1]) >= WRITE_BYTES:
+                parts.append(b"")
+                await asyncio.sleep(0)
+        del self._body
+        self.init_headers({"Content-Length": str(sum(map(len, parts)))})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with suppress(TimeoutError):  # it takes nothing: its connection is closed
+            async with asyncio.timeout(None) as limit:
+                for number, part in enumerate(parts, start=1):
+                    more = number < len(parts)
+                    message = {"type": "http.response.body", "body": part, "more_body": more}
+                    await self._stalls.bounded(limit, send(message))
+
+
+def json_pieces(value: Any, depth: int) -> Iterator[bytes]:
+    """The JSON of it, long lists piece by piece; `depth`: of what has such in it."""
+    if depth and isinstance(value, Mapping):
+        yield b"{"
+        for number, (key, of) in enumerate(value.items()):
+            yield (b"," if number else b"") + _json(key) + b":"
+            yield from json_pieces(of, depth - 1)
+        yield b"}"
+    elif depth and isinstance(value, list) and value and isinstance(value[0], Mapping):
+        for number, each in enumerate(value):
+            yield b"," if number else b"["
+            yield from json_pieces(each, depth - 1)
+        yield b"]"
+    elif isinstance(value, list) and len(value) > AT_ONCE:
+        for start in range(0, len(value), AT_ONCE):
+            yield (b"," if start else b"[") + _json(value[start : start + AT_ONCE])[1:-1]
+        yield b"]"
+    else:
+        yield _json(value)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 async def gather(streams: Sequence[Callable[[], AsyncGenerator[T, None]]]) -> AsyncGenerator[T, None]:

@@ -78,8 +78,9 @@ class Placing:
         """Its own, and the router's where it says nothing."""
         return Target(ttft_s=shape.slo_ttft_s or self._target.ttft_s, tpot_s=shape.slo_tpot_s or self._target.tpot_s)
 
-    def why_never(self, shape: RequestShape) -> str:
-        """Why no worker that is there could ever serve it, even alone; empty if one could."""
+    def why_never(self, shape: RequestShape, *, is_resent: bool = False) -> str:
+        """Why no worker that is there could ever serve it, even alone; empty if one could. `is_resent`: its prompt
+        counts the tokens of its answer so far."""
         if shape.pair is not None:
             return self._why_never_there(*shape.pair)
         most = self._decode.most_tokens
@@ -91,6 +92,11 @@ class Placing:
             )
         most = self._prefill.most_tokens
         if self._prefill.accounts and shape.prompt_len > most:
+            if is_resent:
+                return (
+                    f"prompt and answer so far are {shape.prompt_len} tokens, which must be read again; the largest "
+                    f"prefill worker holds {most}, so give prefill workers more kv_memory"
+                )
             return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
         return ""
 

@@ -16,6 +16,7 @@ import pytest
 from cluster.front.http import listening
 from cluster.front.http.chat import ChatTemplates
 from cluster.front.http.schemas import CompletionRequest
+from cluster.front.http.streams import NESTED, WRITE_BYTES, json_pieces
 from engine.types import InvalidRequest
 from tests.cluster.front.http.harness import MARKS, Http, http, words
 from tests.cluster.harness import request
@@ -178,6 +179,63 @@ async def test_a_chat_goes_on_to_the_models_length_when_nothing_is_said() -> Non
     async with http(codec=words(), worker={"max_model_len": 64}) as h:
         _, body = await h.post("/v1/chat/completions", messages=[{"role": "user", "content": "w5"}])
         assert body["usage"]["total_tokens"] == 64
+
+
+async def test_nor_does_it_want_more_than_workers_have_pages_for() -> None:
+    """A model of 40,960 positions on a machine with room for half of them."""
+    async with http(codec=words(), worker={"max_model_len": 4096, "num_pages": 8}) as h:
+        held = h.harness.router.policy.workers.decode.most_tokens
+        assert held < 4096
+        status, body = await h.post("/v1/chat/completions", messages=[{"role": "user", "content": "w5"}])
+        assert (status, body["usage"]["total_tokens"]) == (200, held)
+        asked = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": held}
+        assert (await h.post("/v1/chat/completions", **asked))[0] == 400, "what was asked for is not cut short"
+
+
+async def test_prompts_of_one_call_have_names_of_their_own_however_long_its_own_is() -> None:
+    async with http() as h:
+        headers = {"X-Request-Id": "x" * 128}
+        asked = {"prompt": [[5, 6], [7, 8]], "max_tokens": 2}
+        assert (await h.raw.post("/v1/completions", json=asked, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"choices": [], "usage": None, "more": {}},
+        {"choices": [{"logprobs": {"content": [{"a": [1]}] * 300}, "ids": [*range(200)]}] * 70, "text": '\u00e9"'},
+        {"choices": [{"top": [None, {"a": 0.1}] * 100, "message": {"content": "x" * 999, "calls": [{"f": {}}]}}]},
+    ],
+)
+def test_what_is_written_piece_by_piece_is_the_same_json(body: Any) -> None:
+    pieces = [*json_pieces(body, NESTED)]
+    assert json.loads(b"".join(pieces)) == body
+    assert max(map(len, pieces)) < 4096
+
+
+async def test_a_long_answer_is_written_in_pieces_and_says_how_long_it_is() -> None:
+    async with http(worker={"max_model_len": 1 << 14, "num_pages": 1 << 12}) as h:
+        asked = {"prompt": PROMPT, "max_tokens": 2000, "n": 8, "logprobs": 5, "ignore_eos": True}
+        answer = await h.raw.post("/v1/completions", json=asked)
+        assert int(answer.headers["content-length"]) == len(answer.content) > 8 * WRITE_BYTES
+        assert [len(each["logprobs"]["tokens"]) for each in answer.json()["choices"]] == [2000] * 8
+
+
+async def test_a_client_that_leaves_the_last_bytes_of_an_answer_is_left() -> None:
+    """They are so few that writing never had to wait."""
+    async with http(max_stall_s=0.2, worker={"max_model_len": 1 << 14, "num_pages": 1 << 12}) as h:
+        listener: Any = h.harness.server._http
+        listener._sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", h.harness.server.http_port))
+        client.sendall(posted({"prompt": PROMPT, "max_tokens": 1000, "logprobs": 5, "ignore_eos": True}))
+        connections = listener._server.server_state.connections
+        await h.harness.until(lambda: any(each.cycle and each.cycle.response_complete for each in connections))
+        (connection,) = connections
+        assert 0 < connection.transport.get_write_buffer_size() < 64 * 1024
+        await h.harness.until(lambda: not connections)
+        client.close()
 
 
 async def test_a_chats_logprobs() -> None:
