@@ -331,7 +331,8 @@ class Submission:
 
         Raises RequestFailed, after what came before the failure was taken.
         """
-        if self._has_begun and not self._has_end and (keep_s := self._bundles.keep_s(self.choices[0].slo[1])):
+        is_kept = self._has_begun and not self._has_end and self._num_tokens < self._tokens_at_once // 2
+        if is_kept and (keep_s := self._bundles.keep_s(self.choices[0].slo[1])):
             await self._keep(keep_s)
         elif self._updates:
             await self._turns.wait(self.choices[0].owner)

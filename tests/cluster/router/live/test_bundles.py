@@ -154,6 +154,18 @@ async def test_many_wait_no_longer() -> None:
         assert count(await taken) == MAX_AT_ONCE // 2
 
 
+async def test_what_could_not_be_taken_in_one_go_waits_no_longer_either() -> None:
+    """Of many choices with log-probabilities a step brings more than that: they would fall behind for ever."""
+    sampling = [generate_pb2.SamplingParams(max_tokens=9, logprobs=20)] * 64
+    call = Submission.of(NEW._replace(sampling=sampling), "router", 1, Turns(), Keeping(LONG_S))
+    async with asyncio.timeout(SOON_S):
+        for _ in range(3):
+            for choice in range(64):
+                call.put(ChoiceUpdate(choice, [5]))
+            while call._num_tokens >= call._tokens_at_once // 2:
+                assert await call.updates()
+
+
 async def test_a_failure_waits_for_nothing_and_what_came_before_it_is_told_first() -> None:
     call = await _begun(Keeping(LONG_S))
     async with asyncio.timeout(SOON_S):
