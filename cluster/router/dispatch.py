@@ -277,7 +277,9 @@ class Dispatcher:
                 live.finish = FinishReason.ABORT
                 live.timeline.finish(now)
                 is_cancelled = error.code is grpc.StatusCode.CANCELLED
-                if not is_cancelled:
+                if is_cancelled:
+                    self._metrics.on_cancelled(live, self._policy.options.targets_s)
+                else:
                     self._metrics.load.note(live, failed=True)
                 self._kept.end(live, "cancelled" if is_cancelled else "failed", error.message, error.code.name)
                 self._policy.on_cancelled(live.wire_id)

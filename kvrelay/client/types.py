@@ -240,7 +240,7 @@ class EndedRequest:
     ttft_s: float
     tpot_s: float
     handoff_s: float  # from its first token being computed to its KV being where it is decoded; 0: that is one place
-    failed: bool  # ended without an answer, its deadline's end counted
+    failed: bool  # ended without an answer, past its deadline too, or its client left when its first token was late
     slo_ttft_s: float = 0.0  # that it asked for itself; 0: nothing
     slo_tpot_s: float = 0.0
     before_first_s: tuple[float, ...] = ()  # of ttft_s, in each phase of a timeline, in their order

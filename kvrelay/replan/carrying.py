@@ -59,6 +59,8 @@ class Carrier:
 
     def carry_out(self, moves: Sequence[Move], changes: list[Change]) -> None:
         """What came of each is noted in its place. One that failed is not tried again for a while."""
+        if not moves:
+            return
         planned, changes[:] = list(changes), [replace(change, failure="not begun") for change in changes]
         self._undo = None
         for index, (move, change) in enumerate(zip(moves, planned, strict=True)):

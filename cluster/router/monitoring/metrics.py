@@ -90,6 +90,13 @@ class RouterMetrics:
         if num_tokens > 1:
             self.histograms["request_time_per_output_token_seconds"].observe(tpot_s)
 
+    def on_cancelled(self, live: LiveRequest, targets_s: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Its client left. Where its first token was late by then, it has missed its target; else nobody knows (as
+        placement/simulator/outcome.py judges)."""
+        timeline, ttft_target_s = live.timeline, live.slo[0] or targets_s[0]
+        if 0 < ttft_target_s < (timeline.e2e_s if timeline.first_token_s is None else timeline.ttft_s):
+            self.load.note(live, failed=True)
+
     def on_ended(self, code: str) -> None:
         """A call of Generate's is over, as its client was told or would have been."""
         self.codes[code] += 1

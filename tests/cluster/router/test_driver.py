@@ -493,6 +493,22 @@ async def test_a_client_that_leaves_is_cancelled_at_both_workers() -> None:
         assert h.count("cancelled") == 1
 
 
+async def test_a_client_that_leaves_when_its_first_token_is_late_has_missed_its_target() -> None:
+    """Whoever plans by what came must see it; of one who leaves in time nobody knows."""
+    async with serving() as h:
+        h.prefill().is_holding = True
+        for target_ms, missed in ((1.0, 1), (1e6, 1), (0.0, 1)):
+            asked = request(max_tokens=50)
+            asked.slo_ttft_ms = target_ms
+            call = h.generate.Generate(asked)
+            await h.prefill().wait_for(lambda: bool(h.prefill().held))
+            await asyncio.sleep(0.01)
+            call.cancel()
+            await h.until(lambda: h.router.num_submissions == 0)
+            assert [ended.failed for ended in h.router.metrics.load] == [True] * missed
+            await h.prefill().wait_for(lambda: not h.prefill().held)
+
+
 async def test_a_client_that_leaves_while_tokens_come_frees_the_decode_worker() -> None:
     async with serving() as h:
         h.decode().max_steps = 5
