@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,7 @@ class Accounting:
         self._drains = asyncio.Lock()
         self._draining: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._owed: dict[tuple[int, str], Counts] = {}  # by hour and key: what the ledger has no room for
         self._look()
         self._is_told = False  # that the database cannot be written
 
@@ -88,14 +90,27 @@ class Accounting:
 
     def count(self, key: str, added: Counts) -> None:
         """Nothing once it has stopped: no call is let end later but one that has delivered all it will."""
-        if self._is_closed:
-            return
-        self._ledger.count(key, self._look(), added)
+        if not self._is_closed:
+            self._count(key, self._look(), added)
 
     def count_tokens(self, key: str, added: int) -> None:
         """Generated ones, likewise: to the hour that it was when a request or the database was last dealt with."""
-        if not self._is_closed:
+        if self._is_closed:
+            return
+        try:
             self._ledger.count_tokens(key, self._hour, added)
+        except OSError:
+            self._count(key, self._hour, Counts(generated_tokens=added))
+
+    def _count(self, key: str, hour: int, added: Counts) -> None:
+        """Kept here where the ledger must grow and its disk is full, until it can."""
+        try:
+            self._ledger.count(key, hour, added)
+        except OSError as error:
+            if not self._owed:
+                log.warning("the ledger of what is used cannot grow, a restart loses what comes now: %s", error)
+            owed = self._owed.get((hour, key), Counts())
+            self._owed[hour, key] = Counts(*map(operator.add, owed, added))
 
     async def read(self, since_s: float, until_s: float, key: str | None) -> list[Used]:
         """What was used up to now, of every hour that has a part in this time; `until_s` 0: no end. Raises
@@ -112,6 +127,9 @@ class Accounting:
         """One at a time: it goes on to its end in its thread, whoever stops waiting for it. The first looks whether
         the database is there, whatever is to be drained."""
         async with self._drains:
+            owed, self._owed = self._owed, {}
+            for (of_hour, key), counts in owed.items():
+                self._count(key, of_hour, counts)
             rows, hour = self._ledger.unsettled(), self._look()
             if not rows and not is_first:
                 return

@@ -125,8 +125,10 @@ class Ledger:
         size = len(self._memory)
         os.posix_fallocate(self._opened, size, size)
         self._words.release()
-        self._memory.resize(2 * size)
-        self._words = memoryview(self._memory).cast("Q")
+        try:
+            self._memory.resize(2 * size)
+        finally:
+            self._words = memoryview(self._memory).cast("Q")
         self._learn(size)
 
     def _learn(self, since: int) -> None:

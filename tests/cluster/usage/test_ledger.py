@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import operator
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.usage.accounting import Accounting
 from cluster.usage.layout import MAX_KEY_BYTES, SLOT_BYTES, Counts, Row, Slot, count_in, open_slot, read_slot
 from cluster.usage.ledger import FIRST_SLOTS, Ledger
 from cluster.usage.sqlite import SqliteDatabase
@@ -158,3 +161,29 @@ def test_a_process_that_is_killed_leaves_all_that_it_had_counted(tmp_path: Path)
     assert last <= counted <= last + 1
     assert not rest
     assert sum(row.counts.requests for row in rows) == -(-counted // 2)
+
+
+async def test_what_a_full_ledger_has_no_room_for_is_counted_once_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests are served on: a router's disk may be full for days."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    keys = [f"key-{i}" for i in range(FIRST_SLOTS + 3)]
+    ledger, database = Ledger.open(tmp_path / "l"), SqliteDatabase(tmp_path / "usage.db")
+    accounting = Accounting(ledger, database, clock=lambda: 7 * 3600.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.posix_fallocate", full)
+        for key in keys:
+            accounting.count(key, Counts(requests=1))
+            accounting.count_tokens(key, 5)
+        patched.setattr(database, "store", full)
+        assert [record.message for record in caplog.records] == [
+            "the ledger of what is used cannot grow, a restart loses what comes now: [Errno 28] No space left on device"
+        ]
+    await accounting.drain()
+    found = {used.key: used.counts for used in await accounting.read(0, 0, None)}
+    await accounting.stop()
+    assert found == dict.fromkeys(keys, Counts(requests=1, generated_tokens=5))
