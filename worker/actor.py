@@ -10,6 +10,7 @@ ends a controller that hangs, so that Ray starts each again.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from engine.process import pin_process, set_thread_counts
 from worker.log_file import log_into
 from worker.membership import Greeting, Membership
 from worker.options import WorkerOptions, with_role
-from worker.process import Progress, Service, ServiceEvent, ServiceThread
+from worker.process import BROKEN_EXIT_CODE, Progress, Service, ServiceEvent, ServiceThread
 from worker.wire.secrets import Secrets
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,13 @@ class MemberActor:
         def tell(event: ServiceEvent) -> None:
             ray.get_actor(membership.controller).on_event.remote(event.as_dict())
 
-        self._thread = ServiceThread(name, host, greet_and_build, tell)
-        self._thread.begin()
-        threading.Thread(target=self._watch_controller, name="controller watch", daemon=True).start()
+        try:
+            self._thread = ServiceThread(name, host, greet_and_build, tell)
+            self._thread.begin()
+            threading.Thread(target=self._watch_controller, name="controller watch", daemon=True).start()
+        except Exception:  # raised, it would end the actor for good; a process that ends is started again
+            logger.exception("%s cannot be begun", name)
+            os._exit(BROKEN_EXIT_CODE)
 
     def describe(self) -> dict[str, Any]:
         """Where it stands, with the turns of the loop that serves."""

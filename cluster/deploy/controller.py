@@ -54,6 +54,7 @@ from worker.wire.secrets import Secrets
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
+POLL_S = 0.1
 PROBE_S = 1.0
 WATCHER_S = 60.0  # a `kvrelay up` that stays asks several times in so long
 SURVEY_S = 5.0  # after a restart: one that says nothing for so long stays as the routers know it
@@ -152,7 +153,12 @@ class Controller:
             return why
         if replicas != self._running.sizes[pool]:
             self._running.resize(pool, replicas, "kvrelay scale")
-        await self._take_in(self._roster.resize(pool, kept.role, replicas, kept.model))
+        with contextlib.suppress(TimeoutError):  # who comes takes the name and the place of who goes
+            async with asyncio.timeout(CALL_TIMEOUT_S / 2):
+                while self._roster.is_being_ended(pool) and len(self._roster.staying(pool)) < replicas:
+                    await asyncio.sleep(POLL_S)
+        newest = self._running.sizes.get(pool, 0)  # of several that waited
+        await self._take_in(self._roster.resize(pool, kept.role, newest, kept.model))
         return ""
 
     async def _take_in(self, added: Sequence[str]) -> None:

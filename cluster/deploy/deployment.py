@@ -199,17 +199,36 @@ def this_machine() -> Machine:
     )
 
 
+class NoSuchCluster(DeployError):
+    """A Ray has answered, and none of the name is in it."""
+
+
 def end_joined(address: str, name: str) -> None:
-    """`down` for a cluster in a Ray that goes on running. Raises DeployError when there is none of that name."""
+    """`down` for a cluster in a Ray that goes on running. Raises NoSuchCluster; DeployError where no Ray answers."""
     import ray
 
     join_ray(address, name)
     try:
         if not named_actors():
-            raise DeployError(f"no cluster named {name} runs in the Ray at {address}")
-        end_actors(find_actor(CONTROLLER))
+            raise NoSuchCluster(f"no cluster named {name} runs in the Ray at {address}")
+        controller = find_actor(CONTROLLER)
+        end_actors(controller, _drain_s(controller) + STOP_TIMEOUT_S)
     finally:
         ray.shutdown()
+
+
+def _drain_s(controller: Any | None) -> float:
+    """That running requests have; 0 where it does not say."""
+    import ray
+    from ray.exceptions import RayError
+
+    if controller is None:
+        return 0.0
+    try:
+        spec: ClusterSpec = ray.get(controller.resolved_spec.remote(), timeout=ANSWER_TIMEOUT_S)
+    except RayError:
+        return 0.0
+    return spec.router.drain_s
 
 
 def follow(deployment: Deployment) -> Iterator[dict[str, Any]]:

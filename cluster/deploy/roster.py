@@ -242,6 +242,10 @@ class Roster:
     def _pool(self, pool: str) -> list[Member]:
         return sorted((m for m in self._members.values() if m.pool == pool), key=lambda m: int(m.name[len(pool) + 1 :]))
 
+    def is_being_ended(self, pool: str) -> bool:
+        """Whether a worker of the pool has been left, whose name is not free yet."""
+        return any(member.is_gone for member in self._pool(pool))
+
     def resize(self, pool: str, role: str, replicas: int, model: str = "") -> list[str]:
         """Have so many in it: the last ones leave, and who leaves comes back before another is added. Returns who is
         added."""

@@ -37,11 +37,14 @@ def down(
     ] = None,
     address: Annotated[str | None, typer.Option(help="The Ray it was put on: auto, or HOST:PORT.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait until it is gone.")] = 60.0,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Take it off the list of clusters though the Ray it was put on is gone.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     cluster = _in_ray(name, address) if address is not None else _pick(name)
     if cluster.mode == "joined":
-        _end_joined(cluster)
+        _end_joined(cluster, forget=forget)
     else:
         _end_process(cluster, timeout)
     if as_json:
@@ -88,14 +91,22 @@ def _end_process(cluster: known_clusters.ClusterState, timeout_s: float) -> None
     state.remove(cluster.name)
 
 
-def _end_joined(cluster: known_clusters.ClusterState) -> None:
-    from cluster.deploy.deployment import end_joined
+def _end_joined(cluster: known_clusters.ClusterState, *, forget: bool) -> None:
+    """Its note goes once it has ended, or its Ray says that there is none: what only does not answer may serve on, and
+    the token that was drawn for it stands nowhere else."""
+    from cluster.deploy.deployment import NoSuchCluster, end_joined
     from cluster.deploy.ray import DeployError, quiet_stdout
 
+    known = known_clusters.read(cluster.name)
+    is_noted = known is not None and known.address == cluster.address
     try:
         with quiet_stdout():
             end_joined(cluster.address, cluster.name)
     except DeployError as error:
+        if is_noted and (forget or isinstance(error, NoSuchCluster)):
+            state.remove(cluster.name)
+        elif is_noted:
+            raise CliError(f"{error}; if it is gone for good: kvrelay down {cluster.name} --forget") from None
         raise CliError(str(error)) from None
-    finally:
+    if is_noted:
         state.remove(cluster.name)

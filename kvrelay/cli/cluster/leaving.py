@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -45,7 +46,8 @@ def wait_until(
         most = left = _left(client, worker, is_done, may_end)
         while left and time.monotonic() < began_s + timeout_s:
             time.sleep(POLL_S)
-            left = _left(client, worker, is_done, may_end)
+            with suppress_restarts():
+                left = _left(client, worker, is_done, may_end)
             most = max(most, left)
             on_progress(f"{worker}: requests that have left", most - left, most)
     if left and timeout_s:
@@ -61,6 +63,18 @@ def _left(client: Client, worker: str, is_done: Callable[[WorkerState], bool], m
     if may_end:
         return 0
     raise CliError(f"{worker} was lost while it drained; it comes back as the spec has it", FAILURE)
+
+
+@contextmanager
+def suppress_restarts() -> Iterator[None]:
+    """A router that does not answer may, later: its controller starts it again."""
+    from kvrelay.client.types import KvrelayError
+
+    try:
+        yield
+    except KvrelayError as error:
+        if error.code not in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+            raise
 
 
 def tell(worker: str, words: str, facts: dict[str, Any], as_json: bool) -> None:

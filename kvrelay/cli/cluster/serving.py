@@ -104,7 +104,7 @@ def _serve(
     with quiet_stdout():
         try:
             if address is None:  # a Ray that is joined says itself whether the name is free
-                state.write(own_state)
+                state.claim(own_state)
             _start(deployment, view)
             state.write(own_state)
             snapshot = _until_ready(deployment, view)

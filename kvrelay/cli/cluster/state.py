@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -53,6 +54,30 @@ def write(state: ClusterState) -> None:
     make_directory()
     with written_or_told():
         write_private(_path(state.name), json.dumps(asdict(state)))
+
+
+def check_name(name: str, *, is_joined: bool) -> None:
+    """What was left in a Ray is that Ray's to say, if it is to be joined. Raises CliError."""
+    running = read(name)
+    if running is None or not running.is_alive or (running.mode == "joined" and is_joined):
+        return
+    where = f"in the Ray at {running.address}" if running.mode == "joined" else f"process {running.pid}"
+    raise CliError(
+        f"a cluster named {name} runs already ({where}); end it with `kvrelay down {name}`, or give another --name"
+    )
+
+
+def claim(state: ClusterState) -> None:
+    """Write it, unless another `up` has taken the name since it was looked for. Raises CliError."""
+    make_directory()
+    with written_or_told():
+        descriptor = os.open(directory() / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        check_name(state.name, is_joined=False)
+        write(state)
+    finally:
+        os.close(descriptor)
 
 
 def remove_own(name: str) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvrelay.cli.cluster import secrets
+from kvrelay.cli.cluster import secrets, state
 from kvrelay.cli.console import USAGE, CliError, JsonOption, note
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.spec.wanted import RoleCounts, SpecArgument, build
@@ -80,12 +80,12 @@ def up(
     wanted, drawn = built.spec, secrets.draw(built.spec, must_be_here=address is None)
     if why := secrets.why_overheard(wanted, is_joined=address is not None):
         note(f"note: {why}")
-    check_name(wanted.name, is_joined=address is not None)
+    state.check_name(wanted.name, is_joined=address is not None)
     if detach and address is None and report_fd is None:
         from kvrelay.cli.cluster import daemon
 
         raise typer.Exit(daemon.start_and_wait(wanted.name, as_json))
-    from kvrelay.cli.cluster import serving, state, views
+    from kvrelay.cli.cluster import serving, views
 
     secrets.keep_from_children()
     view = views.choose(as_json=as_json, report_fd=report_fd)
@@ -110,17 +110,4 @@ def _why_not_replanned(spec: Any, *, is_left: bool) -> str:
     return (
         f"replan is {spec.replan}, and with --address and --detach no process of kvrelay's stays to do it; leave "
         "--detach out, or run `kvrelay replan` beside the cluster"
-    )
-
-
-def check_name(name: str, *, is_joined: bool) -> None:
-    """What was left in a Ray is that Ray's to say, if it is to be joined."""
-    from kvrelay.client import known_clusters
-
-    running = known_clusters.read(name)
-    if running is None or not running.is_alive or (running.mode == "joined" and is_joined):
-        return
-    where = f"in the Ray at {running.address}" if running.mode == "joined" else f"process {running.pid}"
-    raise CliError(
-        f"a cluster named {name} runs already ({where}); end it with `kvrelay down {name}`, or give another --name"
     )

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from kvrelay.cli.cluster import daemon, down, state
-from kvrelay.cli.cluster.up import check_name
+from cluster.deploy.deployment import NoSuchCluster
+from cluster.deploy.ray import DeployError
+from kvrelay.cli.cluster import daemon, down, leaving, state
 from kvrelay.cli.console import CliError
+from kvrelay.client.known_clusters import read, start_of
+from kvrelay.client.types import KvrelayError
 from worker.wire.private_files import write_private
 
 pytestmark = pytest.mark.unit
@@ -61,14 +69,64 @@ def test_a_name_that_a_ray_elsewhere_has_is_not_taken_from_it(tmp_path: Path, mo
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     state.write(replace(state.this_process("chat", "joined"), address="head:6379"))
     with pytest.raises(CliError, match=r"chat runs already \(in the Ray at head:6379\); end it with"):
-        check_name("chat", is_joined=False)
-    check_name("chat", is_joined=True)
+        state.check_name("chat", is_joined=False)
+    state.check_name("chat", is_joined=True)
 
 
 def test_what_a_killed_up_left_in_a_ray_is_ended_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     state.write(replace(state.this_process("chat", "foreground"), started="before", address="head:6379"))
     assert (down._pick("chat").mode, down._pick("chat").address) == ("joined", "head:6379")
+
+
+def test_of_two_ups_of_one_name_the_second_leaves_the_firsts_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both had looked before either wrote."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        state.write(replace(state.this_process("chat", "daemon"), pid=other.pid, started=start_of(other.pid)))
+        with pytest.raises(CliError, match=rf"chat runs already \(process {other.pid}\)"):
+            state.claim(state.this_process("chat", "foreground"))
+        state.remove_own("chat")
+        assert read("chat") is not None
+        other.kill()
+    state.claim(state.this_process("chat", "foreground"))
+    state.remove_own("chat")
+    assert read("chat") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "flags", "is_kept"),
+    [
+        (DeployError("no Ray answers"), {}, True),
+        (DeployError("no Ray answers"), {"forget": True}, False),
+        (NoSuchCluster("no cluster named chat runs"), {}, False),
+        (KeyboardInterrupt(), {}, True),
+        (None, {}, False),
+    ],
+)
+@pytest.mark.parametrize("address", ["head:6379", ""])
+def test_the_note_of_a_cluster_goes_when_it_is_known_to_be_gone(
+    error: BaseException | None,
+    flags: dict[str, bool],
+    is_kept: bool,
+    address: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def end(*_: str) -> None:
+        if error is not None:
+            raise error
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr("cluster.deploy.deployment.end_joined", end)
+    state.write(replace(state.this_process("chat", "joined" if address else "daemon"), address=address))
+    with pytest.raises((CliError, KeyboardInterrupt)) if error is not None else nullcontext() as told:
+        down.down("chat", address="head:6379", **flags)
+    if isinstance(error, DeployError) and told is not None:
+        assert ("--forget" in str(told.value)) == bool(is_kept and address)
+    assert (read("chat") is not None) == (is_kept or not address), "one of another Ray, or of its own, stays"
 
 
 def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +151,23 @@ def test_what_stands_in_the_folder_of_the_caller_is_not_run(tmp_path: Path, monk
     os.close(read_fd)
     os.close(write_fd)
     assert child.wait(60) == 0
+
+
+def test_a_drain_is_waited_for_though_its_router_is_started_again() -> None:
+    worker: Any = SimpleNamespace(name="decode-1", state="ready", num_waiting=0, num_running=1, role="decode")
+    answers: Any = iter(
+        [
+            worker,
+            KvrelayError("UNAVAILABLE", "the connection was lost"),
+            SimpleNamespace(**{**vars(worker), "role": "prefill"}),
+        ]
+    )
+
+    def status() -> Any:
+        if isinstance(answer := next(answers), KvrelayError):
+            raise answer
+        return SimpleNamespace(workers=[answer])
+
+    client: Any = SimpleNamespace(status=status)
+    left, _ = leaving.wait_until(client, "decode-1", lambda each: each.role == "prefill", 10.0, show=False)
+    assert left == 0
