@@ -25,11 +25,16 @@ LENGTH_BYTES = 2
 
 class DecodePairFile:
     def __init__(self) -> None:
+        """Raises OSError where the process may have no more descriptors or maps."""
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._fd = os.memfd_create("kvrelay-pair", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, FILE_BYTES)
-        self.inode = os.fstat(self._fd).st_ino
-        self._map = mmap.mmap(self._fd, FILE_BYTES)
+        try:
+            os.ftruncate(self._fd, FILE_BYTES)
+            self.inode = os.fstat(self._fd).st_ino
+            self._map = mmap.mmap(self._fd, FILE_BYTES)
+        except BaseException:
+            self.close()
+            raise
         self._map[:NONCE_BYTES] = self.nonce
 
     @property

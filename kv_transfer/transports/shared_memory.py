@@ -57,7 +57,10 @@ class SharedMemoryTransport:
             raise TransferError(f"shared_memory wants KV in a CPU memfd, and this worker's is on {memory.device}")
         files = [each.fd for each in memory.shares if each.fd is not None]
         inodes = [os.fstat(fd).st_ino for fd in files]
-        return OneSidedReceiveEnd(self.name, memory, {"fd": files, "inode": inodes}, {})
+        try:
+            return OneSidedReceiveEnd(self.name, memory, {"fd": files, "inode": inodes}, {})
+        except OSError as error:
+            raise TransferError(f"this worker's KV cannot be shared by shared_memory: {error}") from error
 
     def connect(self, memory: KvMemory, params: Mapping[str, str], *, peer: str, wire: Wire) -> SendEnd:
         if memory.device != "cpu":

@@ -6,9 +6,11 @@ On CPU, cuda_ipc and NCCL run on a fake GPU (fake_gpu.py). KVRELAY_TEST_DEVICE=c
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import itertools
 import multiprocessing
+import os
 import random
 import shutil
 import tempfile
@@ -422,3 +424,20 @@ def test_a_killed_sender_is_an_error_to_the_receiver(name: str) -> None:
     with pytest.raises(TransferError, match="prefill-0"):
         receiver.receive(Segment(seq=0, layers=range(3), src_pages=[], dst_pages=[2]))
     receiver.close()
+
+
+@ON_CPU
+def test_a_pair_for_which_there_is_no_map_costs_nothing_and_another_transport_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, transport = random_memory(4, seed=0), load_transport("shared_memory")
+    process = psutil.Process()
+
+    def no_map(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    before = process.num_fds()
+    monkeypatch.setattr("kv_transfer.transports.pair_file.mmap.mmap", no_map)
+    with pytest.raises(TransferError, match="cannot be shared by shared_memory"):
+        transport.offer(memory, peer="prefill-0", wire=wire_for("shared_memory", 1))
+    assert process.num_fds() == before
