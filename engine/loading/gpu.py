@@ -76,7 +76,8 @@ class GpuPlatform:
                 raise ValueError(f"attention is 'flashinfer', but it cannot serve {reason}; give auto")
             logger.warning("attention runs on torch, many times slower, and steps without CUDA graphs; %s", reason)
             return make_backend("torch", kv_dtype, self.device)
-        limits = Limits(sequences=options.max_graph_batch, keys=max_len, pages=options.num_pages)
+        pages = None if options.num_pages == 1 else options.num_pages  # a draft model's, which gets the target's later
+        limits = Limits(sequences=options.max_graph_batch, keys=max_len, pages=pages)
         stopwatch = Stopwatch.on(self.device, self.capture())
         shapes = shapes_of(probe, page_size(options, probe), kv_dtype)
         return flashinfer_choice.measured(backend, shapes, limits, stopwatch)
