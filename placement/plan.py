@@ -157,6 +157,10 @@ class Goodput:
     def per_gpu(self) -> float:
         return self.goodput.value / self.candidate.gpus
 
+    def keeps(self, rate: float | None) -> bool:
+        """Whether it keeps the SLO at this rate, or at any; what was sized by a quick look is taken at its word."""
+        return self.goodput.value > 0 and (rate is None or self.is_rough or self.goodput.value >= rate)
+
     @property
     def one_cluster(self) -> Candidate:
         """Of those that it is run as."""

@@ -49,6 +49,8 @@ class WorkerOptions:
     tensor_parallel: int = 1  # as its engine has it: for those who look at the worker or predict it
     pipeline_parallel: int = 1  # likewise
     threads: int = 0  # likewise, of each of its processes; 0: on a GPU, or not known
+    quantization: str = ""  # likewise; empty: none
+    kv_dtype: str = ""  # likewise; empty: the model's own
     report_interval_s: float = 0.2
     faults: str = ""  # a folder that says what is to go wrong, for worker/faults/box.py; empty: nothing is
     record: str = ""  # a folder to write every call of the policy into, for placement/checks/replay.py; empty: none is
@@ -56,8 +58,8 @@ class WorkerOptions:
     @property
     def limits(self) -> dict[str, str]:
         """What whoever predicts the worker must know, as text."""
-        degrees = {"tensor_parallel": self.tensor_parallel, "pipeline_parallel": self.pipeline_parallel}
-        engine = {key: str(value) for key, value in {**degrees, "threads": self.threads}.items() if value}
+        names = ("tensor_parallel", "pipeline_parallel", "threads", "quantization", "kv_dtype")
+        engine = {name: str(value) for name in names if (value := getattr(self, name))}
         return as_text(self.policy) | as_text(self) | engine
 
     @property

@@ -255,6 +255,7 @@ def _gpu_options(pool: PoolSpec) -> dict[str, Any]:
 def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
     others = [other for other in spec.pools if other.role != pool.role and other.model == pool.model]
     elsewhere = {other.role: given_knobs(other.policy) for other in others}
+    quantization = spec.served[pool.model].knobs(EngineOptions)["quantization"]
     return WorkerOptions(
         name=f"{pool.label}-{index}",
         role=pool.role,
@@ -265,5 +266,7 @@ def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:
         tensor_parallel=pool.tensor_parallel,
         pipeline_parallel=pool.pipeline_parallel,
         threads=0 if pool.device == "cuda" else int(pool.threads),
+        quantization="" if quantization == "none" else quantization,
+        kv_dtype="" if pool.kv_dtype == "auto" else pool.kv_dtype,
         **pool.knobs(WorkerOptions),
     )

@@ -14,11 +14,33 @@ from cluster.router.live.timeline import PHASES
 from kvrelay.calibrate.calibration import CalibrationError, tables_of
 from kvrelay.calibrate.contention import ServedRun, fit_under_load
 from kvrelay.calibrate.served_steps import courses_of
-from kvrelay.client.types import EndedRequest
+from kvrelay.client.types import ClusterStatus, EndedRequest, ServedModel
 from placement.latency.profile import Profile
 
 RUN_S = 60.0
 COMPUTED = PHASES.index("prefill") + 1  # phases until the first token is there
+
+
+def check_measured(profile: Profile, model: ServedModel, status: ClusterStatus) -> None:
+    """Raises CalibrationError: what was served is not of the workers that the profile is of."""
+    if len(status.models) > 1:
+        raise CalibrationError(
+            f"this cluster serves {' and '.join(status.models)}, and a profile is of one model; correct it where that "
+            "is served alone"
+        )
+    known = str(profile.model.get("fingerprint", ""))
+    if known and model.fingerprint not in ("", known):
+        raise CalibrationError(
+            f"{profile.name} is of {profile.model.get('name')} ({known}), and this cluster serves {model.name} "
+            f"({model.fingerprint}); calibrate this one"
+        )
+    for role, facts in (("prefill", profile.prefill_pool), ("decode", profile.decode_pool)):
+        workers = [worker for worker in status.workers if worker.role == role]
+        if len(workers) != facts.count:
+            raise CalibrationError(
+                f"{profile.name} is of {facts.count} {role} workers, and this cluster has {len(workers)}; "
+                "calibrate this one"
+            )
 
 
 def corrected_by(profile: Profile, requests: Iterable[EndedRequest]) -> Profile:

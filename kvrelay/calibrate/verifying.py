@@ -179,11 +179,19 @@ def _candidate(plain: Mapping[str, Any]) -> Candidate:
 
 def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
     from kvrelay.plan.catalogs import catalogs
+    from kvrelay.plan.planning import machines_of
     from placement.build.from_offers import assemble, offers_of
     from placement.goodput.targets import Targets
+    from placement.mixes.designs import Mix, all_designs
+    from placement.mixes.rules import live_cluster
     from placement.simulator.systems import LiveSystem
 
-    catalog = catalogs(request)[0]
+    catalog, *others = catalogs(request)
+    if others:
+        (design,) = all_designs(machines_of(request, (catalog, *others)), [candidate.design])
+        first, second = ([pool.replicas for pool in candidate.pools] + [0])[:2]
+        cluster = live_cluster(Mix(design=design, num_prompt=first, num_token=second))
+        return cluster, max(machine.offer.error for machine in design.machines)
     offer_of = offers_of(catalog)
     within_node = candidate.gpus <= catalog.gpus_per_node
     slo = Targets(slo=request.slo, classes=request.request_classes).loosest

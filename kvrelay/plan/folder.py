@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from kvrelay.plan.assumptions import assumed_by
 from kvrelay.plan.catalogs import catalogs, guesses_of
 from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
+from placement.build.sources import KV_DTYPES
 from placement.catalogs.base import PlanError
+from placement.catalogs.profile import NARROWED
 from placement.goodput.targets import Targets
 from placement.latency.model_files import load_shape, loadable_name
 from placement.latency.model_shape import ModelShape
@@ -102,8 +105,8 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
     if placement is None:
         why = why_not or "only a published system's machines meet the targets, and kvrelay does not serve them"
         return "", f"There is none: {why}.", ()
-    dtype = str(read_profile(request.profile[0]).model.get("dtype", "")) if request.profile else ""
-    model, shape = _model_and_shape(request, dtype or "auto")
+    measured = _measured(request)
+    model, shape = _model_and_shape(request, measured)
     name = cluster.cluster_name(model)
     slo = Targets(slo=plan.slo, classes=request.request_classes).loosest
     guesses = guesses_of(request)
@@ -114,7 +117,7 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
         has_gpus=has_gpus,
         slo=slo,
         name=name,
-        dtype=dtype,
+        measured=measured,
         assumed=assumed_by(request, placement.one_cluster),
         speculative_model=loadable_name(request.speculative_model) if request.speculative_model else "",
         draft_bytes_per_token=int(guesses.kv_bytes_per_token) if guesses is not None else 0,
@@ -126,11 +129,21 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
     return f"# Note: {note}\n{text}", "", (note,)
 
 
-def _model_and_shape(request: PlanRequest, dtype: str) -> tuple[str, ModelShape | None]:
+def _measured(request: PlanRequest) -> dict[str, str]:
+    """How the workers of its profiles had the model, which are alike in that; empty: there is none."""
+    if not request.profile:
+        return {}
+    profile = read_profile(request.profile[0])
+    narrowed = {key: str(profile.prefill_pool.options.get(key, "")) for key in NARROWED}
+    return {"dtype": str(profile.model.get("dtype", "")), **narrowed}
+
+
+def _model_and_shape(request: PlanRequest, measured: Mapping[str, str]) -> tuple[str, ModelShape | None]:
     """What workers load, and its shape as they have it; None where no config tells."""
     model = _loaded_model(request)
     try:
-        return model, load_shape(request.model or model).with_dtype(dtype)
+        shape = load_shape(request.model or model).with_dtype(measured.get("dtype") or "auto")
+        return model, replace(shape, kv_dtype=KV_DTYPES.get(measured.get("kv_dtype", ""), shape.kv_dtype))
     except PlanError:
         return model, None
 

@@ -224,10 +224,19 @@ def _provisioned(
         _check_workers(request, catalog, request.tensor_parallel or catalog.gpus_per_node)
     if request.rate is not None:
         _check_rate(request.rate, kinds, requests, request.slo.tpot_s)
-    machines = [machine for catalog in kinds for machine in _machines(request, catalog, [k.hardware for k in kinds])]
     return provision(
-        _question(request), machines, requests, options=Provisioning(rules="live"), on_progress=on_progress
+        _question(request),
+        machines_of(request, kinds),
+        requests,
+        options=Provisioning(rules="live"),
+        on_progress=on_progress,
     )
+
+
+def machines_of(request: PlanRequest, kinds: Sequence[Catalog]) -> list[MachineType]:
+    """What is provisioned of several kinds. Raises PlanError."""
+    names = [catalog.hardware for catalog in kinds]
+    return [machine for catalog in kinds for machine in _machines(request, catalog, names)]
 
 
 def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> list[MachineType]:

@@ -117,8 +117,9 @@ def verdict(plan: Plan) -> str:
 
 
 def _hybrid_verdict(plan: Plan) -> str:
-    hybrid = best_of(plan.tried, "hybrid")
-    pure = next((each for each in plan.tried if each.candidate.kind != "hybrid"), None)
+    tried = _keeping(plan)
+    hybrid = best_of(tried, "hybrid")
+    pure = next((each for each in tried if each.candidate.kind != "hybrid"), None)
     if hybrid is None or pure is None:
         return ""
     figures = f"{num(hybrid.per_gpu)} against {num(pure.per_gpu)} requests/s per {pure.candidate.unit}"
@@ -133,19 +134,26 @@ def _pure_verdict(plan: Plan) -> str:
     kinds = {placement.candidate.kind for placement in plan.tried}
     if not kinds >= {"two pools", "one pool"}:
         return ""
-    apart, together = (best_of(plan.tried, kind) for kind in ("two pools", "one pool"))
+    apart, together = (best_of(_keeping(plan), kind) for kind in ("two pools", "one pool"))
     if apart is None or together is None:
         if apart is together:
             return ""
+        rate = plan.asked.get("rate")
+        where = "any rate" if rate is None else f"{num(rate)} requests/s with as few {plan.chosen.candidate.unit}s"
         if together is None:
-            return "No colocated placement meets the targets at any rate, so two pools are what makes this possible."
-        return "No placement with two pools meets the targets at any rate; colocated workers do."
+            return f"No colocated placement meets the targets at {where}, so two pools are what makes this possible."
+        return f"No placement with two pools meets the targets at {where}; colocated workers do."
     return _by_price(plan, apart, together) or _by_gpu(apart, together)
+
+
+def _keeping(plan: Plan) -> list[Goodput]:
+    """Those that were tried and keep the rate that was asked for, or any."""
+    return [each for each in plan.tried if each.keeps(plan.asked.get("rate"))]
 
 
 def _by_price(plan: Plan, apart: Goodput, together: Goodput) -> str:
     """Where a rate was to be served for the least: what each takes for it. "" where that is the same."""
-    takes = {"cost": "usd_per_hour", "power": "watts"}.get(plan.objective, "")
+    takes = {"cost": "usd_per_hour", "power": "watts"}.get(plan.objective, "") if plan.asked.get("rate") else ""
     prices = [float(getattr(placement, takes)) if takes else 0.0 for placement in (apart, together)]
     if not all(prices) or abs(prices[0] - prices[1]) < 1e-6 * prices[0]:
         return ""
@@ -156,10 +164,16 @@ def _by_price(plan: Plan, apart: Goodput, together: Goodput) -> str:
 
 
 def _by_gpu(apart: Goodput, together: Goodput) -> str:
-    ratio = apart.per_gpu / together.per_gpu
-    high, low = sorted((apart.per_gpu, together.per_gpu), reverse=True)
-    figures = f"{num(high)} against {num(low)} requests/s per {apart.candidate.unit}"
-    if is_close(apart, together):
+    """What each serves with a GPU; where those are not of one kind, for a dollar."""
+    kinds = {hardware_words(pool) for each in (apart, together) for pool in each.candidate.pools}
+    served, unit = [apart.per_gpu, together.per_gpu], f"per {apart.candidate.unit}"
+    if len(kinds) > 1 and apart.usd_per_hour and together.usd_per_hour:
+        served = [each.goodput.value / each.usd_per_hour for each in (apart, together)]
+        unit = "for each dollar an hour"
+    ratio = served[0] / served[1]
+    high, low = sorted(served, reverse=True)
+    figures = f"{num(high)} against {num(low)} requests/s {unit}"
+    if high <= low * (1 + ALIKE):
         return f"Two pools and colocated workers come out alike: {figures}."
     if ratio > 1:
         return f"Two pools serve {num(ratio)} times what the best colocated placement does: {figures}."

@@ -181,7 +181,7 @@ def _own_rate(traffic: Traffic) -> float:
 def _point(system: System, traffic: Traffic, rate: float, sweep: Sweep, seed: int, error: float) -> RatePoint:
     targets = Targets(slo=sweep.slo)
     if sweep.num_requests is not None:
-        return burst(system, traffic, rate, targets, sweep.num_requests, seed)
+        return burst(system, traffic, rate, targets, sweep.num_requests, seed, error=error)
     effort = Effort(max_requests=MAX_REQUESTS)
     return estimate(system, traffic, rate, targets, effort=effort, seed=seed, error=error).point
 

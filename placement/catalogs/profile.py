@@ -16,6 +16,8 @@ from placement.latency.model_shape import ModelShape
 from placement.latency.profile import Profile, SlowdownPoint
 from placement.latency.profile_latency import ProfileLatency
 
+NARROWED = ("quantization", "kv_dtype")  # what workers say of themselves where they hold numbers in few bits
+
 
 class ProfileCatalog:
     """Implements Catalog. Where threads are known a "GPU" is a core and the machine is a node; else it is the share of
@@ -120,7 +122,8 @@ def _check(profiles: Sequence[Profile]) -> None:
 def _alike(profile: Profile) -> dict[str, object]:
     """What profiles of a catalog have in common."""
     model = {f"model.{key}": profile.model.get(key) for key in ("name", "dtype", "fingerprint")}
-    return {**model, "page_size": profile.page_size, "machine.cpu": profile.machine.get("cpu")}
+    narrow = {key: profile.prefill_pool.options.get(key, "") for key in NARROWED}
+    return {**model, **narrow, "page_size": profile.page_size, "machine.cpu": profile.machine.get("cpu")}
 
 
 def _complete(profiles: Sequence[Profile]) -> list[Profile]:

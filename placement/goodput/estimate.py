@@ -110,10 +110,19 @@ def estimate(
     return replace(estimated, cpu_s=used_cpu_s() - began_s)
 
 
-def burst(system: System, traffic: Traffic, rate: float, targets: Targets, count: int, seed: int = 0) -> RatePoint:
+def burst(
+    system: System, traffic: Traffic, rate: float, targets: Targets, count: int, seed: int = 0, *, error: float = 0.0
+) -> RatePoint:
     """`count` requests from an empty system to its last token, all of them counted."""
-    look = _Look(system, system.play(traffic.draw(rate, count, seed)), targets, is_whole=True)
-    return look.estimate(rate, count, is_settled=True).point
+    workload = traffic.draw(rate, count, seed)
+
+    def estimated(played: System) -> Estimate:
+        return _Look(played, played.play(workload), targets, is_whole=True).estimate(rate, count, is_settled=True)
+
+    found = estimated(system)
+    for factor in factors_of(error) if error else ():
+        found = _widened(found, estimated(system.scaled(factor)))
+    return found.point
 
 
 def estimate_of(system: System, outcome: Outcome, targets: Targets, rate: float) -> Estimate:

@@ -25,6 +25,7 @@ from placement.catalogs.base import Degrees
 from placement.latency.base import DecodeLine, LatencyModel
 from placement.latency.hardware import Hardware
 from placement.latency.model_shape import ModelShape
+from placement.latency.scaled import ScaledLatency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,8 @@ class RooflineLatency:
 def narrowed(latency: LatencyModel, peers: Iterable[LatencyModel]) -> LatencyModel:
     """A worker's times where its KV goes to any of the peers: over the narrowest of their links."""
     for peer in peers:
+        if isinstance(peer, ScaledLatency):
+            peer = peer.model  # held to less power, its link is as wide
         if isinstance(latency, RooflineLatency) and isinstance(peer, RooflineLatency):
             latency = latency.with_peer(peer)
     return latency

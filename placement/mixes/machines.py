@@ -47,9 +47,9 @@ class MachineType:
 def machine_of(catalog: Catalog, degrees: Degrees | None = None, *, short: str = "") -> MachineType:
     """The machine that one worker of these degrees makes; without degrees tensor parallel over a whole node. `short`:
     its letter in the names of designs; when none is given, what stands before the first number: H for NVIDIA H100.
-    Raises PlanError."""
+    Its KV goes from node to node, as those of two kinds share none. Raises PlanError."""
     wanted = degrees or Degrees(tp=catalog.gpus_per_node)
-    offer = catalog.offer(wanted)
+    offer = catalog.offer(wanted, within_node=False)
     if isinstance(offer, str):
         raise PlanError(f"{catalog.hardware} at {wanted} cannot serve {catalog.model}: {offer}")
     return MachineType(

@@ -7,7 +7,7 @@ placement/papers/registry.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from cluster.router.options import RouterOptions
@@ -15,6 +15,7 @@ from decode_worker.options import DecodeOptions
 from mixed_worker.options import MixedOptions
 from placement.build.worker import RolePolicy, sim_worker
 from placement.catalogs.base import PlanError
+from placement.latency.roofline import narrowed
 from placement.mixes.designs import Mix
 from placement.mixes.machines import MachineType
 from placement.papers import registry
@@ -60,7 +61,7 @@ class LiveRules:
     baseline: Literal["mixed", "colocated"] = "mixed"
 
     def system(self, mix: Mix, workload: Workload) -> System:
-        return LiveSystem(_live_cluster(mix))
+        return LiveSystem(live_cluster(mix))
 
 
 LIVE = LiveRules()
@@ -81,12 +82,15 @@ def rules_to_compare(rules: MixRules) -> MixRules:
     return rules_named(next(iter(registry.RULES))) if rules.name == LIVE.name else LIVE
 
 
-def _live_cluster(mix: Mix) -> SimCluster:
+def live_cluster(mix: Mix) -> SimCluster:
+    """As it would run."""
     first, second = mix.design.machines
     if mix.design.is_baseline:
         workers = _workers("mixed", first, mix.num_prompt)
     else:
-        workers = _workers("prefill", first, mix.num_prompt) + _workers("decode", second, mix.num_token)
+        over_link = replace(first.offer, latency=narrowed(first.latency, [second.latency]))
+        prompt = replace(first, offer=over_link)
+        workers = _workers("prefill", prompt, mix.num_prompt) + _workers("decode", second, mix.num_token)
     return SimCluster(workers=workers, router=ROOMY)
 
 

@@ -33,6 +33,11 @@ class Findings:
     acceptance: float | None = None
     no_room: str = ""
 
+    @property
+    def keeping(self) -> list[Goodput]:
+        """Those of `tried` that keep the rate, or any."""
+        return [each for each in self.tried if each.keeps(self.rate)]
+
 
 def advise(findings: Findings) -> list[str]:
     """The most important first."""
@@ -52,16 +57,17 @@ def advise(findings: Findings) -> list[str]:
 
 def _on_disaggregation(findings: Findings) -> str:
     chosen, kind = findings.chosen, findings.chosen.candidate.kind
-    is_colocated = kind == "one pool"
-    other = next((each for each in findings.tried if each.candidate.kind not in ("hybrid", kind)), None)
+    is_colocated, rate = kind == "one pool", findings.rate
+    here = f"at {rate:g} requests/s with as few {chosen.candidate.unit}s" if rate else "here"
+    other = next((each for each in findings.keeping if each.candidate.kind not in ("hybrid", kind)), None)
     if kind == "hybrid" and other is None:
-        return "Run a hybrid: no pure placement keeps the targets here."
+        return f"Run a hybrid: no pure placement keeps the targets {here}."
     if other is None and is_colocated and not findings.rate and chosen.candidate.gpus == 1:  # all that there are
         return f"Do not disaggregate: two pools take 2 {chosen.candidate.unit}s or more, and there is 1."
     if other is None and is_colocated:
-        return "Do not disaggregate: no two pools keep the targets here."
+        return f"Do not disaggregate: no two pools keep the targets {here}."
     if other is None:
-        return "No colocated candidate keeps the targets." if findings.asked_colocated else ""
+        return f"No colocated candidate keeps the targets {here}." if findings.asked_colocated else ""
     ratio = f"{chosen.per_gpu / other.per_gpu:.2f} times the goodput per {chosen.candidate.unit} of"
     if findings.rate:
         taken = f"{chosen.candidate.gpus} {chosen.candidate.unit}s"
@@ -84,8 +90,8 @@ def _on_guesses(findings: Findings) -> str:
     if findings.acceptance is None:
         return ""
     told = f"of which {findings.acceptance:.0%} are right"
-    guessing = next((each for each in findings.tried if each.candidate.num_guesses), None)
-    plain = next((each for each in findings.tried if not each.candidate.num_guesses), None)
+    guessing = next((each for each in findings.keeping if each.candidate.num_guesses), None)
+    plain = next((each for each in findings.keeping if not each.candidate.num_guesses), None)
     if guessing is None:
         return f"Do not speculate: with guesses, {told}, no placement of these keeps the targets, or has the memory."
     count = f"{guessing.candidate.num_guesses} guesses ahead, {told},"

@@ -110,11 +110,10 @@ class PlanSearch:
 
     def score(self, goodput: Goodput) -> tuple[float, float]:
         """By the objective: more is better, and a rough figure less than it says. For a rate what has been found not to
-        keep it is behind all others; what was sized for it by a quick look is taken at its word until then."""
+        keep it is behind all others."""
         gpus, value = goodput.candidate.gpus, goodput.goodput.value * (ROUGHLY if goodput.is_rough else 1.0)
         if rate := self.question.rate:
-            is_kept = value and (goodput.is_rough or value >= rate)
-            return (-gpus if is_kept else -math.inf, value)
+            return (-gpus if goodput.keeps(rate) else -math.inf, value)
         if self.question.objective == "goodput":
             return (value, -gpus)
         return (value / gpus, value)

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import secrets
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ import typer
 from rich.console import Console
 
 from kvrelay.calibrate.calibration import CalibrationError, calibrate
-from kvrelay.calibrate.correcting import corrected_by
+from kvrelay.calibrate.correcting import check_measured, corrected_by
 from kvrelay.calibrate.effort import QUICK, USUAL, Effort
 from kvrelay.calibrate.probes import ProbeError
 from kvrelay.calibrate.tables import profile_tables
@@ -27,6 +28,7 @@ from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import FAILURE, USAGE, CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.progress import OnProgress, progress
+from kvrelay.replan.replanner import added
 from placement.latency.profile import Profile
 from placement.latency.profile_file import profile_object, read_profile, write_profile
 
@@ -130,13 +132,15 @@ def _measure(router: Router, out: Path, effort: Effort, seed: int, *, show: bool
 
 
 def _correct(router: Router, path: Path, out: Path) -> Profile:
-    """With what was served since the cluster began, as far as its router keeps it."""
+    """With what was served since the cluster began, as far as its routers keep it."""
     _check_writable(out)
     known = read_profile(path)
-    with router.client() as client:
-        load = client.load()
     try:
-        profile = replace(corrected_by(known, load.requests), name=out.name)
+        with ExitStack() as stack:
+            clients = [stack.enter_context(router.client_of(each)) for each in router.endpoints()]
+            check_measured(known, clients[0].model_info(), clients[0].status())
+            load = added([client.load() for client in clients])
+        profile = replace(corrected_by(known, load), name=out.name)
     except CalibrationError as error:
         raise CliError(str(error), FAILURE) from None
     write_profile(profile, out)

@@ -226,6 +226,14 @@ def test_too_few_cores_are_not_pinned() -> None:
     assert [(plan.cpus, plan.engine["threads"]) for plan in plans] == [((), 1), ((), 1)]
 
 
+def test_workers_tell_in_how_few_bits_they_hold_numbers() -> None:
+    data = spec_data(quantization="int8", pools=pools({"kv_dtype": "int8"}, {"kv_dtype": "int8"}))
+    machine = Machine(cores=(0,), memory_bytes=8 << 30)
+    plain, narrow = (workers_of(resolve(parse_spec(each), machine))[0].options.limits for each in (spec_data(), data))
+    assert (narrow["quantization"], narrow["kv_dtype"]) == ("int8", "int8")
+    assert not {"quantization", "kv_dtype"} & plain.keys()
+
+
 def test_cores_that_are_named_are_kept_from_the_others() -> None:
     spec = parse_spec(spec_data(pools=pools({"threads": 1}, {"cpus": [0], "threads": 1})))
     plans = workers_of(resolve(spec, Machine(cores=(0, 1), memory_bytes=8 << 30)))

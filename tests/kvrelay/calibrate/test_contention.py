@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from cluster.router.live.timeline import PHASES
 from kvrelay.calibrate.calibration import CalibrationError, tables_of
 from kvrelay.calibrate.contention import ServedRun, fit_under_load
-from kvrelay.calibrate.correcting import corrected_by
+from kvrelay.calibrate.correcting import check_measured, corrected_by
 from kvrelay.calibrate.loading import BUSY, SHORTER, Rates, busy_share
 from kvrelay.calibrate.served_steps import courses_of
 from kvrelay.client.types import EndedRequest
@@ -205,3 +207,20 @@ def test_a_profile_that_cannot_be_corrected_says_why() -> None:
     mixed = MixedPoint(chunks=((8, 0),), seconds=1.0, batch_size=1, context_tokens=9)
     with pytest.raises(CalibrationError, match=r"p\.json is of a mixed worker"):
         corrected_by(replace(profile(), mixed=(mixed,)), [])
+
+
+def test_a_profile_of_others_is_not_corrected() -> None:
+    """By the load of another model, or of more workers, which would be taken for the machine."""
+    known = replace(profile(), model={"name": "a-model", "fingerprint": "f1"})
+    model: Any = SimpleNamespace(name="b-model", fingerprint="f1")
+    workers = [SimpleNamespace(role=role) for role in ("prefill", "decode")]
+    status: Any = SimpleNamespace(models=(), workers=workers)
+    check_measured(known, model, status)
+    for changed, told in (
+        ({"models": ("a", "b")}, "this cluster serves a and b, and a profile is of one model"),
+        ({"workers": [*workers, *workers[1:]]}, "p.json is of 1 decode workers, and this cluster has 2"),
+    ):
+        with pytest.raises(CalibrationError, match=told):
+            check_measured(known, model, cast(Any, SimpleNamespace(**{**vars(status), **changed})))
+    with pytest.raises(CalibrationError, match=r"p.json is of a-model \(f1\), and this cluster serves b-model \(f2\)"):
+        check_measured(known, cast(Any, SimpleNamespace(name="b-model", fingerprint="f2")), status)

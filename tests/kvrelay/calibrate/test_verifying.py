@@ -16,12 +16,14 @@ from kvrelay.bench.options import WorkloadOptions
 from kvrelay.bench.workload import timed_shapes, timed_workload
 from kvrelay.calibrate import verifying
 from kvrelay.client.types import ClusterStatus, Timeline, WorkerState
+from kvrelay.plan.catalogs import catalogs
 from kvrelay.plan.folder import plan_object
-from kvrelay.plan.planning import asked
+from kvrelay.plan.planning import asked, machines_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
 from placement.checks.verification import Doubt, predict
 from placement.latency.profile_file import write_profile
+from placement.mixes.designs import Mix, all_designs
 from placement.plan import Plan, Slo
 from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, apart, goodput, point, together
 from tests.placement.latency.test_profile import profile
@@ -94,6 +96,18 @@ def test_a_plan_that_kvrelay_does_not_serve_is_refused(tmp_path: Path) -> None:
     theirs = replace(COLOCATED.chosen, candidate=together(2, 4, "colocated"))
     with pytest.raises(PlanError, match="chose a published system's machines"):
         verifying.of_plan(plan_file(tmp_path, replace(COLOCATED, chosen=theirs), request), {})
+
+
+def test_a_plan_of_two_kinds_of_machines_is_verified_on_each_pools_own(tmp_path: Path) -> None:
+    asked_for = {"hardware": ("a100-80g-sxm", "h100-sxm"), "rate": 2.0, **WORKLOAD}
+    request = PlanRequest(model="llama-2-70b", **asked_for)
+    machines = machines_of(request, catalogs(request))
+    (design,) = all_designs(machines, ["HA"])
+    candidate = Mix(design=design, num_prompt=1, num_token=2).candidate("mixed")
+    plan = replace(one_to_two(), chosen=goodput(candidate, 2.5))
+    cluster = verifying.of_plan(plan_file(tmp_path, plan, request), {}).cluster
+    sources = [worker.latency.source for worker in cluster.workers]
+    assert [("H100" in source, "A100" in source) for source in sources] == [(True, False), (False, True), (False, True)]
 
 
 def test_a_plan_with_classes_is_verified_by_targets_that_are_given(tmp_path: Path) -> None:

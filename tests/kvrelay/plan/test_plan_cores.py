@@ -20,7 +20,7 @@ from kvrelay.plan.reading import build_request
 from kvrelay.plan.request import PlanRequest
 from kvrelay.plan.words import answer
 from placement.build.from_offers import mixed_of, offers_of, pair_of
-from placement.catalogs.base import Degrees
+from placement.catalogs.base import Degrees, PlanError
 from placement.catalogs.profile import ProfileCatalog
 from placement.latency.profile_file import read_profile, write_profile
 from placement.plan import Candidate, Plan, Slo
@@ -93,6 +93,26 @@ def test_each_is_written_as_a_spec_that_pins_as_many_cores(name: str, tmp_path: 
     workers = workers_of(resolve(spec, CORES))
     assert sorted(core for worker in workers for core in worker.cpus) == [0, 1]
     assert [worker.engine["threads"] for worker in workers] == [len(worker.cpus) for worker in workers]
+
+
+def test_what_was_measured_with_few_bits_is_written_so(tmp_path: Path) -> None:
+    asked_for, narrow = request(tmp_path), {"quantization": "int8", "kv_dtype": "int8"}
+    found = planned(arrangements()["a pair"], asked_for)
+    wide = parse_spec(yaml.safe_load(cluster_spec(found, asked_for)[0]))
+    for path in asked_for.profile:
+        known = read_profile(path)
+        options = {**known.prefill_pool.options, **narrow}
+        write_profile(replace(known, prefill_pool=replace(known.prefill_pool, options=options)), path)
+    spec = parse_spec(yaml.safe_load(cluster_spec(found, asked_for)[0]))
+    assert (spec.quantization, [pool.kv_dtype for pool in spec.pools]) == ("int8", ["int8", "int8"])
+    narrow_bytes, wide_bytes = ([pool.kv_memory for pool in each.pools] for each in (spec, wide))
+    assert all(0 < int(few) < 0.6 * int(many) for few, many in zip(narrow_bytes, wide_bytes, strict=True)), (
+        "as many pages as were measured, of half the bytes and their scales"
+    )
+    one, other = (read_profile(path) for path in asked_for.profile)
+    other = replace(other, prefill_pool=replace(other.prefill_pool, options={}))
+    with pytest.raises(PlanError, match=r"quantization is  in both.json and int8 in pair.json"):
+        ProfileCatalog(one, other)
 
 
 def test_cores_of_a_hardware_file_are_cores_and_no_gpus() -> None:

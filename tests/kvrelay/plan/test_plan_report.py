@@ -197,9 +197,26 @@ def test_verdicts() -> None:
 )
 def test_what_is_to_be_cheap_is_compared_by_what_it_takes(objective: Objective, told: str) -> None:
     dear = replace(TRIED[6], usd_per_hour=40.0, watts=9000.0)
-    assert told in plan_words.verdict(replace(PLAN, objective=objective, tried=(TRIED[0], dear)))
-    same = replace(PLAN, objective=objective, tried=(TRIED[0], TRIED[6]))
+    plan = replace(PLAN, objective=objective, tried=(TRIED[0], dear))
+    for_rate = {**PLAN.asked, "rate": 8.0}
+    assert told in plan_words.verdict(replace(plan, asked=for_rate))
+    assert plan_words.verdict(plan).startswith("Two pools serve"), "there is no rate that it takes so much for"
+    same = replace(PLAN, objective=objective, tried=(TRIED[0], TRIED[6]), asked=for_rate)
     assert plan_words.verdict(same).startswith("Two pools serve")
+    missed = replace(plan, asked={**PLAN.asked, "rate": 14.0})
+    assert plan_words.verdict(missed).startswith(
+        "No colocated placement meets the targets at 14 requests/s with as few"
+    )
+
+
+def test_kinds_of_gpus_are_compared_by_what_they_cost() -> None:
+    pools = tuple(replace(pool, hardware="A100") for pool in TRIED[6].candidate.pools)
+    cheap = replace(TRIED[6], candidate=replace(TRIED[6].candidate, pools=pools), usd_per_hour=10.0)
+    told = plan_words.verdict(replace(PLAN, tried=(TRIED[0], cheap)))
+    assert told.startswith(
+        "Colocated workers serve 1.5 times what the best two pools do: 0.89 against 0.594 requests/s"
+    )
+    assert told.endswith("for each dollar an hour.")
 
 
 def test_an_out_that_cannot_be_written_is_told(tmp_path: Path) -> None:

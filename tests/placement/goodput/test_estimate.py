@@ -156,6 +156,14 @@ def test_a_burst_flatters() -> None:
     assert burst(one_prefill(), traffic, 11.0, targets, 2000).attainment.value < 0.3
 
 
+def test_a_burst_too_is_as_sure_as_the_times_are() -> None:
+    targets, traffic = Targets(slo=Slo(ttft_s=1.0)), Traffic(source=alike(output=1))
+    sure, unsure = (burst(one_prefill(), traffic, 1.0, targets, 300, error=error) for error in (0.0, 0.2))
+    assert unsure.ttft_s["50"].value == sure.ttft_s["50"].value
+    assert unsure.ttft_s["50"].high >= 1.19 * SERVICE_S
+    assert unsure.ttft_s["50"].low <= 0.81 * SERVICE_S
+
+
 def test_each_class_is_judged_by_its_own_targets() -> None:
     classes = (
         RequestClass(name="quick", share=0.5, slo=Slo(ttft_s=0.11, attainment=0.9)),

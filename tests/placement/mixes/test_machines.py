@@ -9,11 +9,14 @@ import pytest
 from pydantic import ValidationError
 
 from placement.catalogs.base import Degrees, MachineCost, Offer, PlanError
+from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.base import DecodeLine
-from placement.latency.hardware import PowerCap
+from placement.latency.hardware import PowerCap, load_hardware
+from placement.latency.model_files import load_shape
 from placement.mixes.demand import work
-from placement.mixes.designs import Mix, all_designs
+from placement.mixes.designs import Design, Mix, all_designs
 from placement.mixes.machines import MachineType, capped, capped_latency, machine_of
+from placement.mixes.rules import live_cluster
 from placement.papers.splitwise.machines import CAP, splitwise_machines
 from placement.papers.splitwise.mixes import machine_times
 from placement.papers.splitwise.table import splitwise_latency
@@ -114,6 +117,23 @@ def test_a_catalogue_s_worker_is_a_machine() -> None:
     assert machine_of(shop, short="X").short == "X"
     with pytest.raises(PlanError, match="b200 at TP 3 cannot serve a-model: its 6 heads"):
         machine_of(Shop(), Degrees(tp=3))
+
+
+def test_kv_goes_from_node_to_node_over_the_narrower_link_also_of_one_held_to_less_power() -> None:
+    shape = load_shape("llama-2-70b")
+    first, second = (
+        replace(machine_of(RooflineCatalog(shape, load_hardware(name))), short=name[0])
+        for name in ("h100-sxm", "a100-80g-sxm")
+    )
+    slower = max((first, second), key=lambda machine: machine.latency.transfer_s(1000))
+    wide = RooflineCatalog(shape, load_hardware("h100-sxm")).offer(Degrees(tp=8))
+    assert isinstance(wide, Offer)
+    assert first.latency.transfer_s(1000) > 5 * wide.latency.transfer_s(1000)
+    held = capped(second, PowerCap(power=0.5, prefill_time=2.0, decode_time=1.5, source="a test"))
+    for token in (second, held):
+        mix = Mix(design=Design(name="HA", prompt=first, token=token), num_prompt=1, num_token=1)
+        workers = live_cluster(mix).workers
+        assert workers[0].latency.transfer_s(1000) == pytest.approx(slower.latency.transfer_s(1000))
 
 
 def test_machines_of_two_sources_count_kv_alike_under_splitwise_s_rules() -> None:

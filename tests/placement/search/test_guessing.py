@@ -104,6 +104,11 @@ def goodput(value: float, guesses: int, replicas: int = 1) -> Goodput:
             "Do not speculate: with guesses, of which 70% are right, no placement ",
         ),
         (
+            (goodput(9.0, 0), goodput(7.0, 4)),
+            8.0,
+            "Do not speculate: with guesses, of which 70% are right, no placement ",
+        ),
+        (
             (goodput(9.0, 4),),
             None,
             "Speculate: only with 4 guesses ahead, of which 70% are right, the ",
