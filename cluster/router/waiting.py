@@ -16,11 +16,12 @@ smaller ones, so many times.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import islice
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from cluster.router.accounts import RequestShape
 from cluster.router.shares import Shares
@@ -29,6 +30,7 @@ RATE_WINDOW = 64  # first tokens over which the rate of prefill is measured, for
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 
 
+MOST_OLDER = 8  # times as many places of lines, older ones among them, are kept as there are lines
 FRONT = float("-inf")  # the turn of one that is sent again
 Place = tuple[int, float, int]  # priority, turn and number of arrival: lower ones go first
 
@@ -64,6 +66,9 @@ class WaitingQueue:
         self._lines: dict[tuple[str, int], OrderedDict[str, None]] = {}
         self._by_size: dict[tuple[int, str, int], OrderedDict[str, None]] = {}  # of those in line, by size, likewise
         self._served: dict[int, dict[str, float]] = {}  # by priority, while it has a line, and owner: see `charge`
+        self._heads = _Heads(self._lines, self._place_of)
+        self._heads_of_size: dict[int, _Heads[tuple[int, str, int]]] = {}
+        self._lines_of: Counter[int] = Counter()  # by priority
         self._tried: OrderedDict[str, None] = OrderedDict()  # beside the line
         self._first = ""  # in line; empty: to be looked up
         self._passers: list[str] | None = None  # see `_smaller`; None: likewise
@@ -101,7 +106,7 @@ class WaitingQueue:
     def first(self) -> str:
         """The id of the next in line; empty if nobody is."""
         if not self._first and self._lines:
-            self._first = self._first_of(self._lines.values())
+            self._first = self._heads.first
         return self._first
 
     def before(self, request_id: str, most: int) -> list[str]:
@@ -128,12 +133,11 @@ class WaitingQueue:
 
     def _smaller(self, request_id: str) -> list[str]:
         """Each smaller than all before it, whoever's they are: where pages lack for one, they do for all its size."""
-        groups: dict[int, list[OrderedDict[str, None]]] = {}
-        for (of, _, _), ids in self._by_size.items():
-            groups.setdefault(of, []).append(ids)
         size = self._waiting[request_id].size
         smaller: list[str] = []
-        for head in sorted([self._first_of(same) for same in groups.values()], key=self._place_of):
+        for head in sorted(
+            [first for heads in self._heads_of_size.values() if (first := heads.first)], key=self._place_of
+        ):
             if self._waiting[head].size < size:
                 size = self._waiting[head].size
                 smaller.append(head)
@@ -172,12 +176,13 @@ class WaitingQueue:
             return
         if waiting.line not in self._lines:
             self._lift(waiting)
+            self._lines_of[waiting.priority] += 1
         self._waiting[shape.id] = waiting
         size = waiting.size, *waiting.line
         for ids in (self._lines.setdefault(waiting.line, OrderedDict()), self._by_size.setdefault(size, OrderedDict())):
             ids[shape.id] = None
             ids.move_to_end(shape.id, last=not is_resent)
-        self._passers = None
+        self._on_head(waiting.line, waiting.size)
         if self._first and self._place_of(shape.id) < self._place_of(self._first):
             self._first = shape.id
 
@@ -207,6 +212,9 @@ class WaitingQueue:
         if served is None or owner not in served:
             return
         served[owner] += service
+        self._heads.note((owner, priority))
+        for size, heads in self._heads_of_size.items():
+            heads.note((size, owner, priority))
         self._passers = None
         if self._first and self._waiting[self._first].line == (owner, priority):
             self._first = ""
@@ -223,12 +231,21 @@ class WaitingQueue:
         else:
             _take_out(self._lines, waiting.line, request_id)
             _take_out(self._by_size, (waiting.size, *waiting.line), request_id)
-            self._passers = None
+            self._on_head(waiting.line, waiting.size)
             if request_id == self._first:
                 self._first = ""
-            if all(priority != waiting.priority for _, priority in self._lines):
-                del self._served[waiting.priority]
+            if waiting.line not in self._lines:
+                self._lines_of[waiting.priority] -= 1
+                if not self._lines_of[waiting.priority]:
+                    del self._served[waiting.priority], self._lines_of[waiting.priority]
         return True
+
+    def _on_head(self, line: tuple[str, int], size: int) -> None:
+        """Another stands first in a line, or its turn is another."""
+        self._passers = None
+        self._heads.note(line)
+        heads = self._heads_of_size.setdefault(size, _Heads(self._by_size, self._place_of))
+        heads.note((size, *line))
 
     # how much, how long
 
@@ -306,6 +323,40 @@ class WaitingQueue:
 
 
 Key = TypeVar("Key", tuple[str, int], tuple[int, str, int])
+
+
+class _Heads(Generic[Key]):
+    """Which of several lines has the first that goes before the firsts of the others. Each line is noted whenever
+    another stands first in it, or its place has changed."""
+
+    def __init__(self, lines: Mapping[Key, OrderedDict[str, None]], place_of: Callable[[str], Place]) -> None:
+        self._lines: Mapping[Key, OrderedDict[str, None]] = lines
+        self._place_of = place_of
+        self._heap: list[tuple[Place, Key]] = []  # of what was noted, the newest of each line and older ones
+
+    def note(self, key: Key) -> None:
+        if key not in self._lines:
+            return
+        heappush(self._heap, (self._place(key), key))
+        if len(self._heap) > MOST_OLDER * (len(self._lines) + MOST_OLDER):
+            self._heap = [(self._place(key), key) for key in {key for _, key in self._heap} if key in self._lines]
+            heapify(self._heap)
+
+    @property
+    def first(self) -> str:
+        """Empty where all lines are."""
+        while self._heap:
+            place, key = self._heap[0]
+            if key in self._lines and self._place(key) == place:
+                return self._head(key)
+            heappop(self._heap)
+        return ""
+
+    def _head(self, key: Key) -> str:
+        return next(iter(self._lines[key]))
+
+    def _place(self, key: Key) -> Place:
+        return self._place_of(self._head(key))
 
 
 def _take_out(groups: dict[Key, OrderedDict[str, None]], key: Key, request_id: str) -> None:
