@@ -132,7 +132,7 @@ class DecodePolicy:
         num_beams: int,
     ) -> DecodeRequest | Denied:
         if request_id in self._requests or request_id in self._expected:
-            return Denied(reason=f"{self.name}: {request_id} is here already", retryable=False)
+            return Denied(reason=f"{self.name}: {request_id} is here already", retryable=True)
         request = DecodeRequest(
             request_id=request_id,
             order=(priority << ORDER_BITS) + self._next_order,

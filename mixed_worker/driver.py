@@ -101,7 +101,7 @@ class MixedRole:
 
     @property
     def waits_for_tokens(self) -> bool:
-        return self._decode.waits_for_tokens
+        return self._decode.waits_for_tokens or self._prefill.waits_for_tokens
 
     def next_batch(self) -> MixedBatch | None:
         self._decode.reservations.grant_queued()  # a prompt may have left its pages

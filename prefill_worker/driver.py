@@ -66,7 +66,6 @@ class DecodesBeside(Protocol):
 
 class PrefillRole:
     receiver = None
-    waits_for_tokens = False
 
     def __init__(
         self,
@@ -178,9 +177,10 @@ class PrefillRole:
         await self.handoffs.settle()
         await self.handoffs.peers.close()
 
-    def _refuse(self, link: RouterLink, state: pb.RequestState, reason: str) -> None:
-        """Another worker may take it."""
-        link.event(state, pb.EVENT_KIND_FAILED, reason=reason, cause=pb.FAILURE_CAUSE_ROOM)
+    def _refuse(self, link: RouterLink, state: pb.RequestState, reason: str, *, may_fit: bool = True) -> None:
+        """`may_fit`: another worker may take it."""
+        cause = pb.FAILURE_CAUSE_ROOM if may_fit else pb.FAILURE_CAUSE_REQUEST
+        link.event(state, pb.EVENT_KIND_FAILED, reason=reason, cause=cause)
         self._host.streams.flush()
 
     def _tell_undelivered(self, request: HeldPrompt, failure: Undelivered) -> None:
@@ -221,7 +221,7 @@ class PrefillRole:
     def _enqueue(self, request: HeldPrompt) -> None:
         if self._beside is not None and (denied := self._beside.expect(request, stays=request.stays)):
             del self.requests[request.id]
-            self._refuse(request.link, request.state, denied.reason)
+            self._refuse(request.link, request.state, denied.reason, may_fit=denied.retryable)
             return
         is_scored = request.params.prompt_logprobs is not None
         is_whole = is_scored or request.mass is not None  # all of it must be read
@@ -263,6 +263,11 @@ class PrefillRole:
         plan = self.policy.next_batch(most_tokens)
         return self._prepare(plan) if plan is not None else None
 
+    @property
+    def waits_for_tokens(self) -> bool:
+        """What a step's attention gave each page is added up before the next one's: of those that keep the heaviest."""
+        return any(request.mass is not None for request in self.requests.values())
+
     def step_of(self, batch: PreparedBatch) -> Step:
         return batch.step
 
@@ -289,7 +294,8 @@ class PrefillRole:
         cached_tokens = self.policy.cached_len_of(request.id)
         request.link.event(request.state, pb.EVENT_KIND_PREFILL_STARTED, cached_tokens=cached_tokens)
         is_known = request.mass is None  # what is kept; else that follows when all is read
-        if request.new_tokens_left > 1 and not request.stays and not request.is_cancelled and is_known:
+        is_open = request.handoff is not None  # its passing on was given up, and it goes where it was to go
+        if request.new_tokens_left > 1 and not (request.stays or request.is_cancelled or is_open) and is_known:
             self.handoffs.open(request)
 
     def _chunk(self, request: HeldPrompt, plan: ChunkPlan) -> Chunk:

@@ -310,8 +310,11 @@ async def test_what_it_does_not_know_is_refused(options: dict[str, Any], sentenc
         assert sentence in error.value.message
 
 
-async def test_one_whose_beams_a_worker_cannot_hold_together_is_refused_by_it(model_dir: ModelDir) -> None:
-    cluster = _cluster(model_dir("llama"), prefill=1, decode=1, worker={"max_batch_size": 3})
+@pytest.mark.parametrize("shape", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "mixed": 1}], ids=str)
+async def test_one_whose_beams_a_worker_cannot_hold_together_is_refused_by_it(
+    shape: dict[str, int], model_dir: ModelDir
+) -> None:
+    cluster = _cluster(model_dir("llama"), **shape, worker={"max_batch_size": 3})
     async with cluster, AsyncClient(cluster.endpoint) as client:
         with pytest.raises(KvrelayError, match="num_beams is 4; its batch holds 3") as error:
             await client.generate(random_prompt(5, seed=1), num_beams=4)

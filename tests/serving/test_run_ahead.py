@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +181,12 @@ async def test_prefill_begins_the_next_chunks_too(clusters: Clusters, failing: s
     assert await ahead == wanted
     assert steps.most == 2
     assert clusters.counters["receipts_good"] >= len(PROMPT_LENS)
+
+
+async def test_the_heaviest_pages_are_chosen_by_all_chunks_of_the_prompt(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "PROMPT_LENS", (150, 140))
+    heavy = (GenerateOptions(temperature=0.0, kv_window_tokens=20, kv_sink_tokens=1, kv_heavy_tokens=32),)
+    wanted = await clusters.run(heavy, ahead=False, chunk_tokens=40)
+    assert await clusters.run(heavy, ahead=True, chunk_tokens=40) == wanted
