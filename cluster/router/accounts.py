@@ -162,6 +162,7 @@ class RoutedRequest:
     left: str = ""  # the decode worker that it has moved from, whose last tokens may not have come yet
     stays_away: dict[str, float] | None = None  # from decode workers that let its handoff wait, until when
     link: tuple[str, str] | None = None  # from whom and to whom its KV is on its way, where that is counted
+    is_on_link: bool = False  # all of it is read, and counted at the other end, too
 
     def at(self, phase: str) -> str:
         """The worker that computes it."""

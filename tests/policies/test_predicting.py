@@ -138,6 +138,17 @@ def test_a_link_that_is_full_is_avoided_until_it_is_empty() -> None:
     assert placed(policy, shape("c")) == ("m0", "d0")
 
 
+def test_what_others_have_yet_to_read_is_on_no_link() -> None:
+    """It leaves no faster than it is read: an idle worker is not left for a queue in which the wait is hidden."""
+    readers = [f"p{i}" for i in range(4)]
+    policy = policy_with(*readers, "m0", m0=BUSY)
+    for reader in readers:
+        handed_over(policy, (reader, "m0"), 1e-5)
+    for reader in readers[:-1]:
+        assert placed(policy, shape(f"at {reader}", 6000, pair=(reader, "m0"))) == (reader, "m0")
+    assert placed(policy, shape("a", 500)) == ("p3", "m0")
+
+
 def test_of_workers_that_write_alike_the_one_behind_the_faster_link_is_taken() -> None:
     for slow, fast in (("d0", "d1"), ("d1", "d0")):
         policy = policy_with("m0", "d0", "d1", m0=READING, d0=BUSY, d1=BUSY)

@@ -2,6 +2,8 @@
 
 A handoff takes its turn on two links, its prefill worker's and its decode worker's, and leaves while its prompt is
 read: only what the reading does not hide makes its answer late. Where a link falls behind, others are late for it, too.
+What stands before it at its prefill worker is read and leaves before it. Of what other prefill workers send to the same
+decode worker only that does which is read by now: the rest leaves no faster than it is read.
 So a prompt that could stay where it is read does so when links are slow or full (predicting.py).
 
 Each router counts its own requests only.
@@ -87,21 +89,30 @@ class HandoffTimes:
         if request.prefill == request.decode:
             return
         request.link = (request.prefill, request.decode)
-        self._count(request, 1)
+        self._count(self._out, request.prefill, request, 1)
+        if request.has_first_token:
+            self.on_read(request)
+
+    def on_read(self, request: RoutedRequest) -> None:
+        """All of it is on its way."""
+        if request.link is not None:
+            self._count(self._in, request.link[1], request, 1)
+            request.is_on_link = True
 
     def end(self, request: RoutedRequest) -> None:
         """It is there, or over."""
-        if request.link is not None:
-            self._count(request, -1)
-            request.link = None
+        if request.link is None:
+            return
+        self._count(self._out, request.link[0], request, -1)
+        if request.is_on_link:
+            self._count(self._in, request.link[1], request, -1)
+        request.link, request.is_on_link = None, False
 
-    def _count(self, request: RoutedRequest, sign: int) -> None:
-        assert request.link is not None
-        for loads, name in zip((self._out, self._in), request.link, strict=True):
-            load = loads.setdefault(name, Load())
-            load.add(sign * request.shape.kv_len, sign)
-            if not load.requests:
-                del loads[name]
+    def _count(self, loads: dict[str, Load], name: str, request: RoutedRequest, sign: int) -> None:
+        load = loads.setdefault(name, Load())
+        load.add(sign * request.shape.kv_len, sign)
+        if not load.requests:
+            del loads[name]
 
     def wait(self, prefill: str, decode: str, tokens: int, now: float, *, read_in_s: float, own_s: float) -> Wait:
         """Of so many tokens, which are read in so many seconds from now, in the last `own_s` of them."""
@@ -122,9 +133,10 @@ class HandoffTimes:
             del self._known[pair]
 
     def check_invariants(self, requests: Iterable[RoutedRequest]) -> None:
+        requests = list(requests)
         for end, loads in enumerate((self._out, self._in)):
             found: dict[str, Load] = {}
             for request in requests:
-                if request.link is not None:
+                if request.link is not None and (end == 0 or request.is_on_link):
                     found.setdefault(request.link[end], Load()).add(request.shape.kv_len, 1)
             assert loads == found, f"{loads} is counted on its way, and {found} is"
