@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -30,6 +30,7 @@ from engine.state import mixers
 from engine.types import LengthRope, ModelInfo
 from engine.weights import experts, int8, ropes
 from engine.weights.config import ServedConfig, first_sentence
+from engine.weights.fp8_blocks import whole_blocks
 from engine.weights.stage import PassLeaves
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,11 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
         placed: dict[str, Any] = {"experts_implementation": experts.EAGER}
     else:  # straight to the GPU, file by file, and experts as transformers chooses
         placed = {"device_map": {"": device}}
+    is_fp8 = isinstance(quantised := getattr(config, "quantization_config", None), dict) and (
+        quantised.get("quant_method") == "fp8"
+    )
     try:
-        with LOADING:
+        with LOADING, whole_blocks() if is_fp8 else nullcontext():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 model,
                 config=config,

@@ -16,6 +16,7 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     apply_quantization_config,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from engine.engine import Engine
@@ -133,6 +134,38 @@ def check_is_read_as_by_its_library(model: Path, made: Path) -> None:
 def check_differs_by_rounding_alone(wanted: torch.Tensor, made: Path, model: Path) -> None:
     error, distance = (float((logits(each) - wanted).norm() / wanted.norm()) for each in (made, model))
     assert error < 0.001 < distance, "of rounding alone; the weights before they were quantised are further off"
+
+
+@pytest.mark.parametrize("block", [32, 24], ids=["whole blocks", "blocks that are cut off"])
+def test_fine_grained_fp8_is_read_by_blocks_of_the_size_that_its_config_says(
+    block: int, model: Path, tmp_path: Path
+) -> None:
+    """transformers takes a block for as large as the weight divided by the number of scales."""
+    weights, widened = load_file(model / "model.safetensors"), dict[str, torch.Tensor]()
+    packed = dict(weights)
+    for name, weight in weights.items():
+        if "_proj" in name:
+            rows, columns = weight.shape
+            scales = torch.zeros(-(-rows // block), -(-columns // block))
+            for i, part in enumerate(weight.split(block)):
+                for j, each in enumerate(part.split(block, dim=1)):
+                    scales[i, j] = each.abs().max() / 448
+            spread = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)[:rows, :columns]
+            packed[name] = (weight / spread).to(torch.float8_e4m3fn)
+            packed[f"{name}_scale_inv"], widened[name] = scales, packed[name].float() * spread
+    directories = []
+    for kind, tensors in (("packed", packed), ("widened", weights | widened)):
+        directories.append(shutil.copytree(model, tmp_path / kind))
+        save_file(tensors, directories[-1] / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block, block],
+        "modules_to_not_convert": ["lm_head"],
+    }
+    (directories[0] / "config.json").write_text(json.dumps(config))
+    check_differs_by_rounding_alone(logits(directories[1]), directories[0], model)
 
 
 def test_one_that_cannot_be_had_in_full_is_refused(model: Path, tmp_path: Path) -> None:
