@@ -16,6 +16,7 @@ from cluster.front.http.schemas import Message, Prompted
 from cluster.front.models.catalog import Served
 from engine.types import InvalidRequest
 
+MARKS_IN_CALLS = ("[CALL_ID]", "[ARGS]")  # Mistral's
 TOOL_MARKS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_tag|>", ""))  # Hermes, Mistral, Llama 3
 FOR_TEMPLATES = ("documents",)  # of the names that transformers itself has
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -27,10 +28,11 @@ class Marks:
 
     reasoning: tuple[str, str] = ("", "")
     tools: tuple[str, str] = ("", "")
+    in_calls: tuple[str, ...] = ()  # between parts of a call
 
     @property
     def all(self) -> Sequence[str]:
-        return [mark for mark in (*self.reasoning, *self.tools) if mark]
+        return [mark for mark in (*self.reasoning, *self.tools, *self.in_calls) if mark]
 
 
 class ChatTemplates:
@@ -87,7 +89,8 @@ class ChatTemplate:
 def _marks_of(template: str) -> Marks:
     reasoning = next((marks for marks in REASONING_MARKS if marks[1] in template), ("", ""))
     tools = next((marks for marks in TOOL_MARKS if marks[0] in template), ("", ""))
-    return Marks(reasoning, tools)
+    in_calls = tuple(mark for mark in MARKS_IN_CALLS if tools[0] == "[TOOL_CALLS]" and mark in template)
+    return Marks(reasoning, tools, in_calls)
 
 
 def _read(number: int, message: Message) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from string import ascii_letters, digits
 from typing import Any
 
 from cluster.front.generation import Generation
@@ -25,6 +26,12 @@ from cluster.front.http.shapes import (
 )
 from engine.types import InvalidRequest
 from kvrelay.v1 import generate_pb2
+
+CALL_ID_CHARS = 9  # Mistral's templates take no other number, and no other characters
+
+
+def _call_id() -> str:
+    return "".join(secrets.choice(ascii_letters + digits) for _ in range(CALL_ID_CHARS))
 
 
 async def chat_ids(
@@ -95,7 +102,7 @@ class ChatAnswer(Answer):
         for each in parts:
             if each.kind == "thought" and not self._shows_thoughts:
                 continue
-            yield delta_of(each, number, f"call_{secrets.token_hex(12)}")
+            yield delta_of(each, number, _call_id())
             number += each.kind == "called"
 
     def _conclude(self, choice: ChatChoice, part: generate_pb2.GenerateResponse, logprobs: ChatLogprobs | None) -> None:

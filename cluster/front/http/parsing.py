@@ -19,7 +19,9 @@ from cluster.front.http.chat import Marks
 PARAMETER = re.compile(r"<parameter=([^<>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)  # Qwen3-Coder's
 FUNCTION = re.compile(r"<function=([^<>]+)>(.*?)</function>", re.DOTALL)
 MOST_CHARS = 1 << 18  # of a call; a longer one is text
-NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")  # Mistral's newer: name[ARGS]{...}
+# Mistral's newer: name[ARGS]{...}, and name[CALL_ID]id[ARGS]{...}
+NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+BETWEEN = re.compile(r"[\s;]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class AnswerParser:
         return True
 
     def _close_call(self, body: str, end: str, parts: list[Part]) -> None:
-        calls = calls_of(body, self._texts)
+        calls = calls_of(body, self._texts, self._marks.tools[0])
         if not calls:
             begin = "" if self._is_bare_call else self._marks.tools[0]
             parts.append(Part("said", begin + body + end))
@@ -156,23 +158,28 @@ def texts_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
     return frozenset(texts)
 
 
-def calls_of(body: str, texts: frozenset[tuple[str, str]] = frozenset()) -> list[ToolCall]:
-    """None if it cannot be read whole."""
+def calls_of(body: str, texts: frozenset[tuple[str, str]] = frozenset(), begin: str = "") -> list[ToolCall]:
+    """None if it cannot be read whole. `begin`: the mark that may begin each."""
     if len(body) > MOST_CHARS:
         return []
     try:
         if body.lstrip().startswith("<function=") and "</function>" in body:
-            found = [(name.strip(), inner) for name, inner in FUNCTION.findall(body)]
+            found = [(name.strip(), inner) for name, inner in FUNCTION.findall(_until_last(body, "</function>"))]
             return [ToolCall(name, _xml_arguments(name, inner, texts)) for name, inner in found]
-        return [_call(read) for read in _objects(body)]
+        return [_call(read) for read in _objects(body, begin)]
     except (ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
 def _xml_arguments(function: str, inner: str, texts: frozenset[tuple[str, str]]) -> str:
-    given = [(name.strip(), text) for name, text in PARAMETER.findall(inner)]
+    given = [(name.strip(), text) for name, text in PARAMETER.findall(_until_last(inner, "</parameter>"))]
     read = {name: text if (function, name) in texts else _value(text) for name, text in given}
     return _json(read)
+
+
+def _until_last(text: str, end: str) -> str:
+    """So that all that begins in it ends: else each beginning would be searched to the end of the text."""
+    return text[: text.rfind(end) + len(end)] if end in text else ""
 
 
 def _json(value: Any) -> str:
@@ -203,17 +210,25 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _objects(body: str) -> Iterator[Any]:
-    """Objects one after the other, a list of them, or each behind its name."""
+def _objects(body: str, begin: str) -> Iterator[Any]:
+    """Objects one after the other, a list of them, or each behind its name, and behind another mark."""
     decoder, place = json.JSONDecoder(parse_constant=_refuse), 0
-    while body[place:].strip(" \n\r\t;"):
-        place += len(body[place:]) - len(body[place:].lstrip(" \n\r\t;"))
+    while (place := _behind(body, place)) < len(body):
+        if begin and place and body.startswith(begin, place):
+            place = _behind(body, place + len(begin))
         named = NAMED.match(body, place)
         read, place = decoder.raw_decode(body, named.end() if named else place)
         if named:
             yield {"name": named[1], "arguments": read}
         else:
             yield from read if isinstance(read, list) else [read]
+
+
+def _behind(body: str, place: int) -> int:
+    """What may stand between two."""
+    between = BETWEEN.match(body, place)
+    assert between is not None, "it may be empty"
+    return between.end()
 
 
 def _call(read: Any) -> ToolCall:

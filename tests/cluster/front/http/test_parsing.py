@@ -9,7 +9,7 @@ import pytest
 
 from cluster.front.answers import ChoiceAnswer
 from cluster.front.http.chat import Marks
-from cluster.front.http.parsing import AnswerParser, Part, texts_of
+from cluster.front.http.parsing import MOST_CHARS, AnswerParser, Part, calls_of, texts_of
 from cluster.router.live.requests import ChoiceUpdate
 from engine.types import FinishReason, SamplingParams
 from tests.cluster.front.http.harness import words
@@ -98,6 +98,12 @@ CASES = [
         [("called", "f({})"), ("called", 'g({"b": "é"})')],
     ),
     (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 2}', [("called", 'f({"a": 2})')]),
+    (MISTRAL, '[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"a": 2}', [("called", 'f({"a": 2})')]),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]f[ARGS]{"a": 2}[TOOL_CALLS]g{"b": 3} [TOOL_CALLS] h[ARGS]{}',
+        [("called", 'f({"a": 2})'), ("called", 'g({"b": 3})'), ("called", "h({})")],
+    ),
     (LLAMA, '{"name": "f", "parameters": {"a": 1}}', [("called", 'f({"a": 1})')]),
     (
         LLAMA,
@@ -151,3 +157,22 @@ def test_an_answer_reads_no_tokenizer_for_its_special_tokens(monkeypatch: pytest
     for shown, text in ((frozenset[int](), "w5 w6"), (frozenset({40}), "w5 [TOOL_CALLS] w6")):
         answer = ChoiceAnswer("r", 0, SamplingParams(), codec, shown).response(update)
         assert answer.text == text
+
+
+@pytest.mark.parametrize(
+    ("body", "num_calls"),
+    [
+        ("<function=f>" * 20_000 + "</function>", 1),
+        ("<function=f>" * 20_000, 0),
+        ("<function=f>" + "<parameter=a>" * 19_000 + "</function>", 1),
+        ("<function=f></function>" + "<function=f>" * 19_000, 1),
+        ('{"name": "f", "arguments": {}}' * 8_000, 8_000),
+        ("name" + " " * 250_000, 0),
+        ("a" * 250_000, 0),
+    ],
+    ids=lambda given: str(given)[:24],
+)
+def test_what_is_long_and_no_call_is_looked_through_once(body: str, num_calls: int) -> None:
+    """In the event loop, in which all streams wait meanwhile: some of these took seconds, and one hours."""
+    assert len(body) <= MOST_CHARS
+    assert len(calls_of(body, begin="[TOOL_CALLS]")) == num_calls
