@@ -29,7 +29,7 @@ class SpecError(ValueError):
 def sentences_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One sentence for each mistake: not for what only follows from another one."""
     mistakes = [details for details in error.errors(include_url=False) if not _is_echo(details)]
-    sentences = [_sentence(details, model) for details in mistakes]
+    sentences = [_sentence(same, model) for same in _by_value(mistakes, model)]
     guessed = [f"{s.rpartition('did you mean ')[2].rstrip('?')} is missing" for s in sentences if s.endswith("?")]
     return [sentence for sentence in sentences if not sentence.startswith(tuple(guessed))]
 
@@ -53,7 +53,38 @@ def _is_echo(details: Any) -> bool:
     return bool(details["type"] == "too_short" and details["input"])
 
 
-def _sentence(details: Any, model: type[BaseModel]) -> str:
+def _by_value(mistakes: Sequence[Any], model: type[BaseModel]) -> list[list[Any]]:
+    """One value that may be of several kinds is none of them: a mistake of each, whose `loc` ends with the kind."""
+    found: dict[tuple[Any, int], list[Any]] = {}
+    for details in mistakes:
+        if details["type"] != "extra_forbidden":
+            details["loc"] = _written(details["loc"], model)
+        found.setdefault((details["loc"], id(details["input"])), []).append(details)
+    return [*found.values()]
+
+
+def _written(loc: Sequence[int | str], model: type[BaseModel]) -> tuple[int | str, ...]:
+    """As far as it was: pydantic goes on with what it calls the kinds of a value, and the key of a mapping."""
+    annotation: Any = model
+    for number, part in enumerate(loc):
+        fields = nested.model_fields if (nested := _nested(annotation)) is not None else {}
+        if part == "[key]" or (isinstance(part, str) and part not in fields and not _has_names(annotation)):
+            return tuple(loc[:number])
+        if isinstance(part, str) and part in fields and not _has_names(annotation):
+            annotation = fields[part].annotation
+        elif _has_names(annotation):
+            annotation = _nested(annotation)
+    return tuple(loc)
+
+
+def _has_names(annotation: Any) -> bool:
+    """A mapping, whose keys are as they were written."""
+    origin = typing.get_origin(annotation)
+    return origin in (dict, Mapping) or any(_has_names(inner) for inner in typing.get_args(annotation))
+
+
+def _sentence(same: Sequence[Any], model: type[BaseModel]) -> str:
+    details = same[0]
     kind, loc, value = str(details["type"]), details["loc"], details["input"]
     context: Mapping[str, Any] = details.get("ctx") or {}
     key = key_path(loc)
@@ -63,7 +94,8 @@ def _sentence(details: Any, model: type[BaseModel]) -> str:
         return f"{key} is missing; give it a value"
     if kind == "value_error":
         return str(context["error"]) if not loc else f"{key} is {show(value)}; {context['error']}"
-    return f"{key} is {show(value)}; give {_mend(kind, context, str(details['msg']))}"
+    mends = [_mend(str(each["type"]), each.get("ctx") or {}, str(each["msg"])) for each in same]
+    return f"{key} is {show(value)}; give {' or '.join(dict.fromkeys(mends))}"
 
 
 def _mend(kind: str, context: Mapping[str, Any], message: str) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -47,34 +45,25 @@ def read_spec(path: str | Path, environ: Mapping[str, str] = os.environ) -> tupl
 def _read(path: str | Path, environ: Mapping[str, str]) -> tuple[object, dict[str, str]]:
     import yaml  # not at the top: policies and the simulator import this module without it
 
+    from cluster.spec.documents import RepeatedKey, constructed, node_of
+
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
-        node = loader.get_single_node()
-        _refuse_repeated_keys(node, str(path))
+        node = node_of(loader)
         if node is None:
             return None, {}
         origins = fill_in(loader, node, environ)
-        return loader.construct_document(node), sources_of(str(path), origins)
+        return constructed(loader, node), sources_of(str(path), origins)
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
     except SpecError:
         raise
     except ValueError as error:  # a date that is none
         raise SpecError(f"{path} is not YAML: {error}") from None
+    except RepeatedKey as error:
+        raise SpecError(f"{path} says {error.key} twice, again in line {error.line}; keep one of them") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else "somewhere"
         problem = getattr(error, "problem", None) or "it does not parse"
         raise SpecError(f"{path} is not YAML: {where}: {problem}") from None
-
-
-def _refuse_repeated_keys(node: Any, path: str) -> None:
-    """YAML would take the last of two equal keys and say nothing."""
-    children = node.value if node is not None and isinstance(node.value, list) else []
-    for child in children:
-        _refuse_repeated_keys(child[1] if isinstance(child, tuple) else child, path)
-    keys = [child[0] for child in children if isinstance(child, tuple)]
-    for key, count in Counter(key.value for key in keys).items():
-        if count > 1:
-            line = [k.start_mark.line + 1 for k in keys if k.value == key][1]
-            raise SpecError(f"{path} says {key} twice, again in line {line}; keep one of them")

@@ -163,7 +163,7 @@ def _read_plan(path: Path) -> Mapping[str, Any]:
         plan: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"plan {path} cannot be read: {error.strerror}; make one with kvrelay plan --out") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
         raise PlanError(f"{path} is not JSON; give the plan.json that kvrelay plan --out wrote") from None
     if not isinstance(plan, Mapping):
         raise PlanError(f"{path} is no plan; give the plan.json that kvrelay plan --out wrote")

@@ -18,7 +18,7 @@ from kvrelay.cli.connection import refusals
 from kvrelay.cli.console import CliError, note
 from kvrelay.client import known_clusters
 from kvrelay.client.access import KEY_VARIABLE, token_of
-from kvrelay.client.openai_http import OpenAIServer
+from kvrelay.client.openai_http import MALFORMED, OpenAIServer
 from kvrelay.client.types import KvrelayError
 
 HELP = """Talk with the model that is served. An empty line does nothing, Ctrl-C ends an answer, Ctrl-D ends the talk.
@@ -115,6 +115,15 @@ def _turn(to: Place, asked: dict[str, Any], said: list[dict[str, str]], text: st
     note(f"[{figures}]")
 
 
+def _texts(to: Place, event: dict[str, Any]) -> list[tuple[str, str]]:
+    """What each choice says and thinks. Raises KvrelayError."""
+    try:
+        deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
+        return [(str(d.get("content") or ""), str(d.get("reasoning_content") or "")) for d in deltas]
+    except MALFORMED as error:
+        raise KvrelayError("UNAVAILABLE", f"{to.url} answers otherwise: {error!r}") from None
+
+
 async def _answer(to: Place, asked: dict[str, Any], parts: list[str]) -> str:
     """Printed as it comes; returns its figures."""
     began_s, first_s, usage = time.perf_counter(), 0.0, dict[str, Any]()
@@ -122,8 +131,7 @@ async def _answer(to: Place, asked: dict[str, Any], parts: list[str]) -> str:
     async with to.server() as server, aclosing(server.events("/v1/chat/completions", asked)) as events:
         async for event in events:
             usage = event.get("usage") or usage
-            for choice in event.get("choices", ()):
-                said, thought = (choice["delta"].get(key) or "" for key in ("content", "reasoning_content"))
+            for said, thought in _texts(to, event):
                 first_s = first_s or (time.perf_counter() if said or thought else 0.0)
                 parts.append(said)
                 print(said or thought, end="", flush=True)

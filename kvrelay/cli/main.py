@@ -6,6 +6,7 @@ by the commands when they need it, and a command itself when it is meant, so tha
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Mapping
@@ -106,6 +107,7 @@ COMMANDS = {  # the module of each, and how its help begins, which is all that `
 }
 
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 LISTED = ("", "--help", "-h")  # in a command's place
 
 
@@ -151,19 +153,33 @@ ASK_A_ROUTER = (
 
 
 def main() -> None:
-    command = _command(sys.argv[1:], os.environ)
-    if command in LISTED:
-        _list()
-    else:
-        _register(command)
-    if sys.argv[1:2] and sys.argv[1] in ASK_A_ROUTER:
-        _find_endpoint(sys.argv[2:])
     try:
-        app(prog_name=PROGRAM)  # by which shells ask for completions, too
+        command = _command(sys.argv[1:], os.environ)
+        if command in LISTED:
+            _list()
+        else:
+            _register(command)
+        if sys.argv[1:2] and sys.argv[1] in ASK_A_ROUTER:
+            _find_endpoint(sys.argv[2:])
+        try:
+            app(prog_name=PROGRAM)  # by which shells ask for completions, too
+        finally:
+            _flush()
     except CliError as error:
         sys.exit(report(error, "--json" in sys.argv))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename is not None:
+            raise
+        sys.stdout = None  # it is not tried again
+        why = os.strerror(error.errno).lower()
+        sys.exit(report(CliError(f"what was to be told cannot be written: {why}"), False))
+
+
+def _flush() -> None:
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

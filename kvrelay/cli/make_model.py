@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from enum import StrEnum
 from typing import Annotated
 
@@ -34,7 +35,7 @@ def register(app: typer.Typer) -> None:
 def make_model(
     directory: Annotated[str, typer.Argument(help="Where to write it; made if it is not there.")],
     size: Annotated[Size, typer.Option(help="tiny starts in seconds; 125m is for benchmarks.")] = Size.tiny,
-    seed: Annotated[int, typer.Option(help="Another seed, other weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Another seed, other weights.")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     as_json: JsonOption = False,
 ) -> None:
@@ -51,4 +52,4 @@ def make_model(
         print_json({"directory": str(path), "size": size.value, "seed": seed, "dtype": dtype, "bytes": num_bytes})
     else:
         print(path)
-        note(f"{num_bytes / 1e6:.1f} MB; serve it with: kvrelay up --model {directory}")
+        note(f"{num_bytes / 1e6:.1f} MB; serve it with: kvrelay up --model {shlex.quote(directory)}")

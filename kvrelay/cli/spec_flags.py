@@ -131,7 +131,7 @@ def _parsed(text: str) -> Any:
     """Text that is no YAML stays text: the spec refuses it in a sentence."""
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
 
 

@@ -28,6 +28,7 @@ CODES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIE
     504: "DEADLINE_EXCEEDED",
 }
 DONE = "[DONE]"
+MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)  # what is not of this API
 MAX_EVENT_BYTES = 16 << 20
 
 
@@ -62,7 +63,8 @@ class OpenAIServer:
 
     async def models(self) -> list[dict[str, Any]]:
         """At least one. Raises KvrelayError."""
-        served: list[dict[str, Any]] = (await self.get("/v1/models"))["data"]
+        async with self._told():
+            served = [{**each, "id": str(each["id"])} for each in (await self.get("/v1/models"))["data"]]
         if not served:
             raise KvrelayError("UNAVAILABLE", f"{self.base_url} serves no model")
         return served
@@ -97,7 +99,7 @@ class OpenAIServer:
             raise KvrelayError(
                 "UNAVAILABLE", f"nothing answers at {self.base_url}; is a server running there?"
             ) from None
-        except (aiohttp.ClientError, ValueError) as error:
+        except (aiohttp.ClientError, *MALFORMED) as error:
             raise KvrelayError("UNAVAILABLE", f"{self.base_url} answers otherwise: {error!r}") from None
 
 

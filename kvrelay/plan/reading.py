@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from cluster.spec.documents import document
 from cluster.spec.errors import sentences_of, show
 from kvrelay.plan.request import CLASS_KEYS, RANDOM, SIZES, PlanRequest, listed
 from placement.catalogs.base import PlanError
@@ -74,7 +75,7 @@ def read_keys(path: Path) -> dict[str, Any]:
     """A plan request's keys; relative paths in it are meant from the file's folder where they lead somewhere.
     Raises PlanError."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = document(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is no text"
         raise PlanError(f"plan request {path} cannot be read: {why}; give a YAML file") from None

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from cluster.spec.documents import document
 from cluster.spec.errors import sentences_of, show
 from placement.catalogs.base import MachineCost, PlanError
 from placement.named_files import named_file, names_of
@@ -170,7 +171,7 @@ def load_hardware(hardware: str | Path) -> Hardware:
     """From a YAML file, or a name under configs/hardware. Raises PlanError."""
     path = _find(str(hardware))
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = document(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is no text"
         raise PlanError(f"hardware file {path} cannot be read: {why}; give another") from None

@@ -24,6 +24,8 @@ def load_shape(model: str | Path) -> ModelShape:
         raise PlanError(
             f"model {model} cannot be read: {path}: {why}; give a model directory or a config.json"
         ) from None
+    except RecursionError:
+        raise PlanError(f"{path} is not JSON: it is nested too deep; give a Hugging Face config.json") from None
     except json.JSONDecodeError as error:
         raise PlanError(
             f"{path} is not JSON: line {error.lineno}: {error.msg}; give a Hugging Face config.json"

@@ -36,7 +36,7 @@ def read_profile(path: Path) -> Profile:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ProfileError(f"profile {path} cannot be read: {error.strerror}; {MEND}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProfileError(f"profile {path} is not JSON ({error}); {MEND}") from None
     try:
         return replace(profile_from(data), name=path.name)

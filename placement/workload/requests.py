@@ -190,7 +190,7 @@ def read_request_list(path: Path) -> Workload:
         return from_rows(read["reqs"], path.name)
     except OSError as error:
         raise WorkloadError(f"request list {path} cannot be read: {error.strerror}; give a file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, WorkloadError):
             raise
         raise WorkloadError(f"{path} is no request list; give a JSON object with reqs, rows of 3 numbers") from None

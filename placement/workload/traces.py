@@ -144,7 +144,7 @@ def _mooncake_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WorkloadError(f"{where}: not JSON ({error}); give one object on each line") from None
         if not isinstance(row, dict):
             raise WorkloadError(f"{where}: {line.strip()[:40]} is no object; give one on each line")

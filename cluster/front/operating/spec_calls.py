@@ -45,7 +45,7 @@ async def get_spec(keeper: SpecKeeper) -> pb.GetSpecResponse:
 async def apply_spec(keeper: SpecKeeper, asked: pb.ApplySpecRequest) -> pb.ApplySpecResponse:
     try:
         data = json.loads(asked.spec)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"spec is no JSON: {error}") from None
     done = await keeper.apply_spec(data, asked.sources, _max_surge(asked), dry_run=asked.dry_run)
     if done["why_not"]:

@@ -20,7 +20,7 @@ def read_result(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise WorkloadError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}; give a file") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise WorkloadError(f"{path} is no JSON; give what `kvrelay bench --save-result` wrote") from None
     if isinstance(found, dict) and found.get("schema") == SCHEMA:
         return found

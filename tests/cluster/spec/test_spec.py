@@ -560,3 +560,28 @@ def test_usage_can_be_off_as_yaml_reads_it_and_is_on_by_default() -> None:
     url = place(usage_db="postgresql://me:hush@host/usage")
     assert url == UsageUrl("postgresql://me:hush@host/usage", folder / "postgresql")
     assert "hush" not in repr(url)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("? [a, b]\n: 3\n", "line 1: found unhashable key"),
+        ("pools: &p [{role: mixed}, *p]\n", "line 1: an alias stands in what it names"),
+        ("[" * 50_000, "it is nested too deep"),
+    ],
+)
+def test_a_file_that_goes_on_without_end_is_told_in_a_sentence(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.yaml").write_text(text)
+    with pytest.raises(SpecError, match=told):
+        load_spec(tmp_path / "odd.yaml")
+
+
+def test_a_value_of_no_kind_that_it_may_be_of_is_one_mistake() -> None:
+    for router, told in (
+        ({"http_port": "abc"}, "router.http_port is 'abc'; give a whole number or 'auto'"),
+        ({"accounts": {1: {"weight": 2}}}, "router.accounts[1] is 1; give text"),
+        ({"accounts": {"a": {"weight": "x"}}}, "router.accounts.a.weight is 'x'; give a number"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            parse_spec(spec_data(router=router))
+        assert str(caught.value) == told

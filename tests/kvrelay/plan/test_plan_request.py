@@ -220,3 +220,10 @@ def test_what_a_plan_keeps_of_its_request_is_the_request() -> None:
 def test_asked_that_is_no_request_is_told() -> None:
     with pytest.raises(PlanError, match=r"^asked of the plan is no request \(nothing says how much"):
         request_of({"model": "m", "hardware": ["h"]})
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    """YAML would take the last one: a plan for a target that nobody meant."""
+    (tmp_path / "plan.yaml").write_text("model: llama-3.1-8b\nttft: 300ms\nttft: 15ms\n")
+    with pytest.raises(PlanError, match=r"is not YAML: line 3: ttft is there twice; keep one of them"):
+        build_request(tmp_path / "plan.yaml", {})

@@ -1,0 +1,54 @@
+"""Reads YAML as people mean it: no key twice in one place, of which YAML would take the last and say nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import yaml
+
+
+class RepeatedKey(yaml.MarkedYAMLError):
+    def __init__(self, key: str, mark: Any) -> None:
+        super().__init__(problem=f"{key} is there twice; keep one of them", problem_mark=mark)
+        self.key, self.line = key, mark.line + 1
+
+
+def document(text: str) -> Any:
+    """None: it is empty. Raises yaml.YAMLError, and ValueError for a date that is none."""
+    loader = yaml.SafeLoader(text)
+    node = node_of(loader)
+    return None if node is None else constructed(loader, node)
+
+
+def node_of(loader: yaml.SafeLoader) -> Any:
+    """Raises yaml.YAMLError."""
+    try:
+        node = loader.get_single_node()
+        _check(node, set(), set())
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem="it is nested too deep") from None
+    return node
+
+
+def constructed(loader: yaml.SafeLoader, node: Any) -> Any:
+    """Raises yaml.YAMLError, and ValueError for a date that is none."""
+    try:
+        return loader.construct_document(node)
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem="it is nested too deep") from None
+
+
+def _check(node: Any, around: set[int], seen: set[int]) -> None:
+    """`around`: the nodes that it stands in; `seen`: those that have been checked, which aliases may name again."""
+    if node is None or not isinstance(node.value, list) or id(node) in seen:
+        return
+    if id(node) in around:
+        raise yaml.MarkedYAMLError(problem="an alias stands in what it names", problem_mark=node.start_mark)
+    for child in node.value:
+        _check(child[1] if isinstance(child, tuple) else child, around | {id(node)}, seen)
+    seen.add(id(node))
+    keys = [child[0] for child in node.value if isinstance(child, tuple) and isinstance(child[0].value, str)]
+    for key, count in Counter(key.value for key in keys).items():
+        if count > 1:
+            raise RepeatedKey(key, [each.start_mark for each in keys if each.value == key][1])
