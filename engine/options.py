@@ -58,6 +58,13 @@ class EngineOptions:
         scope="cluster",
         fixed="KV is of the weights that made it",
     )
+    generation_config: Literal["auto", "none"] = knob(
+        "auto",
+        "how requests draw that do not say: `auto` as the model's generation_config.json has it (temperature, top_k, "
+        "top_p, min_p, repetition_penalty; as in vLLM), `none` by the defaults of the API",
+        scope="cluster",
+        changes="rolling",
+    )
     device: str = "auto"  # auto | cpu | cuda | cuda:N; auto is the current GPU where there is one
     kv_dtype: Literal["auto", "fp8_e4m3", "int8"] = knob(
         "auto",

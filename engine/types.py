@@ -10,7 +10,7 @@ or how often the request was moved.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -238,6 +238,7 @@ class ModelInfo:
     num_params: int
     weight_bytes: int
     rope: LengthRope | None = None  # None: frequencies are the same at every length that is served
+    usual_sampling: Mapping[str, float] = field(default_factory=dict)  # of SamplingParams: where a request says nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

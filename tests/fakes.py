@@ -47,6 +47,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     page_size: int = 16
     max_model_len: int = 512
     fingerprint: str = "f1"
+    usual_sampling: generate_pb2.SamplingParams | None = None
     script: Script = scripted_token
     secret: str = ""
     tls: TlsFiles | None = None
@@ -127,7 +128,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def hello(self) -> pb.WorkerHello:
         model = generate_pb2.GetModelInfoResponse(
-            name="fake", vocab_size=VOCAB, max_model_len=self.max_model_len, fingerprint=self.fingerprint
+            name="fake",
+            vocab_size=VOCAB,
+            max_model_len=self.max_model_len,
+            fingerprint=self.fingerprint,
+            usual_sampling=self.usual_sampling,
         )
         address = pb.WorkerAddress(name=self.name, address=self.endpoint.address, incarnation=self.incarnation)
         return pb.WorkerHello(

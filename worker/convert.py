@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -80,6 +80,7 @@ def _beams_from_proto(message: generate_pb2.BeamSearch) -> BeamOptions:
 
 
 def model_info_to_proto(info: ModelInfo) -> generate_pb2.GetModelInfoResponse:
+    usual: Mapping[str, Any] = info.usual_sampling
     return generate_pb2.GetModelInfoResponse(
         name=info.name,
         architecture=info.architecture,
@@ -89,6 +90,7 @@ def model_info_to_proto(info: ModelInfo) -> generate_pb2.GetModelInfoResponse:
         num_params=info.num_params,
         eos_token_ids=info.eos_token_ids,
         fingerprint=info.fingerprint,
+        usual_sampling=generate_pb2.SamplingParams(**usual) if usual else None,
     )
 
 

@@ -78,7 +78,7 @@ async def check_request(
     kept = _kv_policy(request.kv_policy if request.HasField("kv_policy") else usual)
     check_counts((field.name, value) for field, value in request.sampling.ListFields())
     seed = 0 if request.sampling.HasField("seed") else secrets.randbits(SEED_BITS)
-    params = sampling_from_proto(request.sampling, seed=seed)
+    params = sampling_from_proto(_completed(request.sampling, model.usual_sampling), seed=seed)
     if request.sampling.bad_words:
         params = replace(params, bad_token_ids=params.bad_token_ids + _bad_words(request.sampling.bad_words, codec))
     params.validate(model.vocab_size)
@@ -116,6 +116,16 @@ async def check_request(
         trace=TRACE.get(),
     )
     return CheckedRequest(new=new, params=params)
+
+
+def _completed(given: generate_pb2.SamplingParams, usual: generate_pb2.SamplingParams) -> generate_pb2.SamplingParams:
+    """With what is usual where it says nothing; a beam search draws nothing."""
+    if given.HasField("beam_search") or not usual.ByteSize():
+        return given
+    completed = generate_pb2.SamplingParams()
+    completed.CopyFrom(usual)
+    completed.MergeFrom(given)
+    return completed
 
 
 def _check_what_goes_together(

@@ -152,7 +152,15 @@ def _load_beside(
     if probe.has_states:
         _check_with_states(type(module).__name__, options)
     loader.set_attention(module, hooks.SERVE)
-    info = loader.describe(module, options.model, served.dtype, served.max_len, len(probe.layers), served.rope)
+    info = loader.describe(
+        module,
+        options.model,
+        served.dtype,
+        served.max_len,
+        len(probe.layers),
+        served.rope,
+        has_usual_sampling=options.generation_config == "auto",
+    )
 
     progress("kernels", 0.0)
     cut = team.cut(module, probe) if team is not None else None

@@ -65,12 +65,12 @@ def resolve_dtype(asked: str, config: Any) -> torch.dtype:
 
 def resolve_max_len(asked: int | None, config: Any) -> int:
     """The longest sequence to serve. Raises ValueError when more is asked for than the model's positions, or those that
-    its dynamic RoPE stretches them to."""
+    its dynamic or YaRN RoPE stretches them to."""
     text = config.get_text_config()
     own = next((value for key in LENGTHS if (value := getattr(text, key, None)) is not None), None)
     if own is not None and own < 1:
         own = None  # xlnet says -1: no limit
-    most = None if own is None else int(own * _stretched(text))
+    most = None if own is None else _stretched(text, own)
     if own is None and asked is None:
         raise ValueError("the model's config names no max_position_embeddings; give max_model_len")
     if asked is None:
@@ -80,9 +80,14 @@ def resolve_max_len(asked: int | None, config: Any) -> int:
     return asked
 
 
-def _stretched(text: Any) -> float:
+def _stretched(text: Any, own: int) -> int:
+    """Of YaRN that was added to a config, whose max_position_embeddings stays as it was: Qwen's cards say so."""
     rope = getattr(text, "rope_parameters", None) or {}
-    return float(rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
+    kind, factor = rope.get("rope_type"), float(rope.get("factor") or 1.0)
+    if kind == "dynamic":
+        return int(own * factor)
+    original = rope.get("original_max_position_embeddings")
+    return max(own, int(original * factor)) if kind == "yarn" and original else own
 
 
 def check_config(config: Any) -> None:

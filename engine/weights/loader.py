@@ -27,7 +27,7 @@ from engine.attention.held import hold
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.state import mixers
-from engine.types import LengthRope, ModelInfo
+from engine.types import InvalidRequest, LengthRope, ModelInfo, SamplingParams
 from engine.weights import experts, int8, ropes
 from engine.weights.config import ServedConfig, first_sentence
 from engine.weights.fp8_blocks import whole_blocks
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 PROBE_TOKENS = 2
 WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
+USUAL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM's, too
 VOLATILE_KEYS = (
     "_name_or_path",
     "transformers_version",
@@ -245,6 +246,8 @@ def describe(
     max_len: int,
     num_layers: int,
     rope: LengthRope | None = None,
+    *,
+    has_usual_sampling: bool = True,
 ) -> ModelInfo:
     """What the cluster needs to know; to be called before the weights are packed."""
     parameters = dict(model.named_parameters())
@@ -261,7 +264,21 @@ def describe(
         num_params=sum(p.numel() for p in parameters.values()),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters.values()) - int8.saved_bytes(model),
         rope=rope,
+        usual_sampling=_usual_sampling(model, int(text.vocab_size)) if has_usual_sampling else {},
     )
+
+
+def _usual_sampling(model: PreTrainedModel, vocab_size: int) -> dict[str, float]:
+    """What its generation_config.json says of how to draw, where that can be done."""
+    generation = getattr(model, "generation_config", None)
+    given = {} if generation is None else generation.to_diff_dict()
+    usual = {key: given[key] for key in USUAL_SAMPLING if given.get(key) is not None}
+    try:
+        SamplingParams(**usual).validate(vocab_size)
+    except (InvalidRequest, TypeError) as error:
+        logger.warning("the model's generation_config.json is not gone by: %s", error)
+        return {}
+    return usual
 
 
 def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:

@@ -250,7 +250,8 @@ def receipt_from(receipt: generate_pb2.HandoffReceipt) -> Receipt:
 
 
 def model_from(info: generate_pb2.GetModelInfoResponse) -> ServedModel:
-    return _copy(ServedModel, info, eos_token_ids=tuple(info.eos_token_ids))
+    usual = {field.name: float(f"{value:.7g}") for field, value in info.usual_sampling.ListFields()}
+    return _copy(ServedModel, info, eos_token_ids=tuple(info.eos_token_ids), usual_sampling=usual)
 
 
 def pending_from(answer: cluster_pb2.ScaleResponse) -> tuple[PendingWorker, ...]:

@@ -217,6 +217,7 @@ class ServedModel:
     num_params: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+    usual_sampling: Mapping[str, float] = field(default_factory=dict)  # of a request that says nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -269,6 +269,27 @@ def test_ids_that_end_an_answer_are_ids_of_the_model(tmp_path: Path, given: obje
     assert load(directory).info.eos_token_ids == kept
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_new_tokens": 7},
+            {"temperature": 0.6, "top_p": 0.9},
+        ),
+        ({"repetition_penalty": 1.2, "top_k": 20}, {"repetition_penalty": 1.2, "top_k": 20}),
+        ({"temperature": -1.0, "top_p": 0.9}, {}),  # nobody can draw so
+        ({}, {}),
+    ],
+)
+def test_how_a_model_is_usually_drawn_from_is_read_with_it(
+    tmp_path: Path, given: dict[str, object], kept: dict[str, float]
+) -> None:
+    directory = save(tmp_path, "LlamaConfig")
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert load(directory).info.usual_sampling == kept
+    assert Engine.load(EngineOptions(model=directory, num_pages=8, generation_config="none")).info.usual_sampling == {}
+
+
 def test_progress_goes_through_the_stages_in_order(directories: dict[str, str]) -> None:
     stages: list[str] = []
     Engine.load(

@@ -123,6 +123,22 @@ async def test_what_is_not_set_takes_the_public_defaults_and_a_seed_of_its_own()
         assert first.seed != second.seed
 
 
+async def test_what_is_not_set_is_as_the_models_generation_config_has_it() -> None:
+    usual = generate_pb2.SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1)
+    async with serving(worker={"usual_sampling": usual}) as h:
+        for asked in (request(max_tokens=2), request(max_tokens=2, temperature=0.0, top_k=5)):
+            await h.generate.GenerateOnce(asked)
+        found = [sampling_from_proto(s.request.sampling) for s in h.prefill().submits]
+        assert [(each.temperature, each.top_k, each.repetition_penalty) for each in found] == [
+            (0.6, 20, 1.1),
+            (0.0, 5, 1.1),
+        ]
+        told = await h.generate.GetModelInfo(generate_pb2.GetModelInfoRequest())
+        assert told.usual_sampling == usual
+        await h.generate.GenerateOnce(request(max_tokens=2, beam_search={"num_beams": 2}))
+        assert not h.prefill().submits[-1].request.sampling.top_k, "a search draws nothing"
+
+
 async def test_a_salt_reaches_the_workers_under_the_callers_name_in_every_choice_and_attempt() -> None:
     salted = generate_pb2.GenerateRequest(token_ids={"ids": [5]}, cache_salt="s", sampling={"n": 2, "max_tokens": 2})
     async with serving() as h:

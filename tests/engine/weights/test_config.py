@@ -27,6 +27,15 @@ def test_it_is_the_models_own_unless_less_is_asked_for(config: Any, longest: int
         resolve_max_len(301, config)
 
 
+def test_one_that_yarn_was_added_to_may_be_served_as_far_as_that_stretches_it() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 1e4}
+    config = LlamaConfig(max_position_embeddings=320, rope_parameters=yarn)
+    assert resolve_max_len(None, config) == 320
+    assert resolve_max_len(1024, config) == 1024
+    with pytest.raises(ValueError, match="max_model_len is 1025, but the model has 1024 positions"):
+        resolve_max_len(1025, config)
+
+
 def test_a_config_that_names_none_wants_to_be_told() -> None:
     with pytest.raises(ValueError, match="names no max_position_embeddings; give max_model_len"):
         resolve_max_len(None, BloomConfig())
