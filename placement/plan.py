@@ -158,8 +158,10 @@ class Goodput:
         return self.goodput.value / self.candidate.gpus
 
     def keeps(self, rate: float | None) -> bool:
-        """Whether it keeps the SLO at this rate, or at any; what was sized by a quick look is taken at its word."""
-        return self.goodput.value > 0 and (rate is None or self.is_rough or self.goodput.value >= rate)
+        """Whether it keeps the SLO at this rate, or at any. What was sized by a quick look is taken at its word; so is
+        a mix of machines, which was bought for the rate: its goodput is a mean of several draws."""
+        is_sized = self.is_rough or bool(self.candidate.design)
+        return self.goodput.value > 0 and (rate is None or is_sized or self.goodput.value >= rate)
 
     @property
     def one_cluster(self) -> Candidate:

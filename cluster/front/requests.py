@@ -119,11 +119,12 @@ async def check_request(
 
 
 def _completed(given: generate_pb2.SamplingParams, usual: generate_pb2.SamplingParams) -> generate_pb2.SamplingParams:
-    """With what is usual where it says nothing; a beam search draws nothing."""
-    if given.HasField("beam_search") or not usual.ByteSize():
-        return given
+    """With what is usual where it says nothing. A beam search draws nothing, and knows no more than the penalty."""
     completed = generate_pb2.SamplingParams()
-    completed.CopyFrom(usual)
+    if not given.HasField("beam_search"):
+        completed.CopyFrom(usual)
+    elif usual.HasField("repetition_penalty"):
+        completed.repetition_penalty = usual.repetition_penalty
     completed.MergeFrom(given)
     return completed
 

@@ -15,7 +15,7 @@ class RepeatedKey(yaml.MarkedYAMLError):
 
 
 def document(text: str) -> Any:
-    """None: it is empty. Raises yaml.YAMLError, and ValueError for a date that is none."""
+    """None: it is empty. Raises yaml.YAMLError."""
     loader = yaml.SafeLoader(text)
     node = node_of(loader)
     return None if node is None else constructed(loader, node)
@@ -32,11 +32,13 @@ def node_of(loader: yaml.SafeLoader) -> Any:
 
 
 def constructed(loader: yaml.SafeLoader, node: Any) -> Any:
-    """Raises yaml.YAMLError, and ValueError for a date that is none."""
+    """Raises yaml.YAMLError."""
     try:
         return loader.construct_document(node)
     except RecursionError:
         raise yaml.MarkedYAMLError(problem="it is nested too deep") from None
+    except (ValueError, AttributeError) as error:  # a date that is none, a number of thousands of digits
+        raise yaml.MarkedYAMLError(problem=str(error)) from None
 
 
 def _check(node: Any, around: set[int], seen: set[int]) -> None:

@@ -45,6 +45,7 @@ class Accounting:
         self._draining: asyncio.Task[None] | None = None
         self._is_closed = False
         self._owed: dict[tuple[int, str], Counts] = {}  # by hour and key: what the ledger has no room for
+        self._is_owing = False
         self._look()
         self._is_told = False  # that the database cannot be written
 
@@ -107,8 +108,9 @@ class Accounting:
         try:
             self._ledger.count(key, hour, added)
         except OSError as error:
-            if not self._owed:
+            if not self._is_owing:
                 log.warning("the ledger of what is used cannot grow, a restart loses what comes now: %s", error)
+            self._is_owing = True
             owed = self._owed.get((hour, key), Counts())
             self._owed[hour, key] = Counts(*map(operator.add, owed, added))
 
@@ -116,6 +118,8 @@ class Accounting:
         """What was used up to now, of every hour that has a part in this time; `until_s` 0: no end. Raises
         DatabaseError, also where what was used here could not be added."""
         await self._drain()
+        if self._owed:
+            raise DatabaseError("the ledger of what is used here cannot grow, and what has no room is not added")
         until = -int(-until_s // HOUR_S) if until_s else self._look() + 1
         return await self._ask(lambda: self._database.read(int(since_s // HOUR_S), until, key))
 
@@ -130,6 +134,7 @@ class Accounting:
             owed, self._owed = self._owed, {}
             for (of_hour, key), counts in owed.items():
                 self._count(key, of_hour, counts)
+            self._is_owing = bool(self._owed)
             rows, hour = self._ledger.unsettled(), self._look()
             if not rows and not is_first:
                 return

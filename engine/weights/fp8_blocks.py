@@ -20,8 +20,11 @@ def whole_blocks() -> Iterator[None]:
     """While a model is loaded."""
     from transformers.integrations import finegrained_fp8
 
-    op: Any = finegrained_fp8.Fp8Dequantize
-    own = op._dequantize_one
+    op: Any = getattr(finegrained_fp8, "Fp8Dequantize", None)
+    own = getattr(op, "_dequantize_one", None)
+    if own is None:  # another version's, which may know by itself
+        yield
+        return
 
     def filled_up(self: Any, quantized: torch.Tensor, scales: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
         size = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None)
@@ -30,7 +33,8 @@ def whole_blocks() -> Iterator[None]:
             return widened
         rows, columns = quantized.shape[-2:]
         missing = -rows % size[0], -columns % size[1]
-        if scales.shape[-2:] == ((rows + missing[0]) // size[0], (columns + missing[1]) // size[1]):
+        whole_grid = (rows + missing[0]) // size[0], (columns + missing[1]) // size[1]
+        if any(missing) and scales.shape[-2:] == whole_grid:
             whole = nn.functional.pad(quantized.view(torch.uint8), (0, missing[1], 0, missing[0]))
             quantized = whole.view(quantized.dtype)
         widened = own(self, quantized, scales, *args, **more)

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -272,12 +273,19 @@ def _usual_sampling(model: PreTrainedModel, vocab_size: int) -> dict[str, float]
     """What its generation_config.json says of how to draw, where that can be done."""
     generation = getattr(model, "generation_config", None)
     given = {} if generation is None else generation.to_diff_dict()
-    usual = {key: given[key] for key in USUAL_SAMPLING if given.get(key) is not None}
-    try:
-        SamplingParams(**usual).validate(vocab_size)
-    except (InvalidRequest, TypeError) as error:
-        logger.warning("the model's generation_config.json is not gone by: %s", error)
-        return {}
+    usual: dict[str, Any] = {}
+    for key in USUAL_SAMPLING:
+        value = given.get(key)
+        if value is None or (key == "top_k" and value == -1):  # vLLM's word for off
+            continue
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{key} is {value!r}")
+            usual[key] = min(int(value), vocab_size) if key == "top_k" else float(value)
+            replace(SamplingParams(), **{key: usual[key]}).validate(vocab_size)
+        except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
+            usual.pop(key, None)
+            logger.warning("the model's generation_config.json is not gone by: %s", error)
     return usual
 
 

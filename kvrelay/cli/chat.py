@@ -48,7 +48,7 @@ def chat(
     model: Annotated[str | None, typer.Option(help="The model's name. Default: the first that is served.")] = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before all.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Of each answer. Default: as many as fit.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the server's, 1.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's, else 1.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers. Default: random.")] = None,
 ) -> None:
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}

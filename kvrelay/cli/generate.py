@@ -47,7 +47,7 @@ class Sampling:
     """How to generate: kvrelay.client.types.GenerateOptions, as flags. None: the server's default."""
 
     max_tokens: Annotated[int, typer.Option(help="Generate at most this many tokens.")] = 128
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the server's, 1.")] = None
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's, else 1.")] = None
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens; 0 is off.")] = None
     top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that reach this probability.")] = None
     min_p: Annotated[float | None, typer.Option(help="Draw from those this likely, relative to the best.")] = None

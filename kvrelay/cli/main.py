@@ -169,6 +169,9 @@ def main() -> None:
         sys.exit(report(error, "--json" in sys.argv))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read it has left
+        sys.stdout = None
+        sys.exit(1)
     except OSError as error:
         if error.errno not in UNWRITABLE or error.filename is not None:
             raise

@@ -37,7 +37,8 @@ class KvrelayError(Exception):
 
 
 class GenerateOptions(TypedDict, total=False):
-    """How to generate. What is left out takes the server's default (in brackets).
+    """How to generate. What is left out takes the server's default (in brackets); temperature, top_k, top_p, min_p and
+    repetition_penalty what the model's generation_config.json says, if anything.
 
     temperature [1.0]: divides the logits; 0 is greedy. Then top_n_sigma [0.0: off], top_k [0: off], top_p [1.0],
         min_p [0.0], typical_p [1.0: off] narrow the choice.

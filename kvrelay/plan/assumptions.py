@@ -22,7 +22,7 @@ DIGITS = 4
 def assumed_by(request: PlanRequest, candidate: Candidate) -> list[Mapping[str, Any] | None]:
     """cluster.spec.assumed.Assumed as plain data, for each pool; None where the plan's catalogs do not know it."""
     kinds = catalogs(request)
-    within_node = candidate.gpus <= min(catalog.gpus_per_node for catalog in kinds)
+    within_node = len(kinds) == 1 and candidate.gpus <= kinds[0].gpus_per_node  # two kinds share no node
     offers = [_offer(kinds, pool, within_node=within_node) for pool in candidate.pools]
     most = min(pool.max_batch_tokens for pool in candidate.pools if pool.role != "decode")
     decodes = [o.latency for o, pool in zip(offers, candidate.pools, strict=True) if o and pool.role != "prefill"]

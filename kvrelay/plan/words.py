@@ -148,7 +148,7 @@ def _pure_verdict(plan: Plan) -> str:
 
 def _keeping(plan: Plan) -> list[Goodput]:
     """Those that were tried and keep the rate that was asked for, or any."""
-    return [each for each in plan.tried if each.keeps(plan.asked.get("rate"))]
+    return [each for each in plan.tried if each is plan.chosen or each.keeps(plan.asked.get("rate"))]
 
 
 def _by_price(plan: Plan, apart: Goodput, together: Goodput) -> str:

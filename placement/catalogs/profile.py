@@ -122,7 +122,7 @@ def _check(profiles: Sequence[Profile]) -> None:
 def _alike(profile: Profile) -> dict[str, object]:
     """What profiles of a catalog have in common."""
     model = {f"model.{key}": profile.model.get(key) for key in ("name", "dtype", "fingerprint")}
-    narrow = {key: profile.prefill_pool.options.get(key, "") for key in NARROWED}
+    narrow = {key: profile.prefill_pool.options.get(key, "not given") for key in NARROWED}
     return {**model, **narrow, "page_size": profile.page_size, "machine.cpu": profile.machine.get("cpu")}
 
 

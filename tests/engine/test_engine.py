@@ -277,7 +277,10 @@ def test_ids_that_end_an_answer_are_ids_of_the_model(tmp_path: Path, given: obje
             {"temperature": 0.6, "top_p": 0.9},
         ),
         ({"repetition_penalty": 1.2, "top_k": 20}, {"repetition_penalty": 1.2, "top_k": 20}),
-        ({"temperature": -1.0, "top_p": 0.9}, {}),  # nobody can draw so
+        ({"temperature": -1.0, "top_p": 0.9, "top_k": True}, {"top_p": 0.9}),  # nobody can draw so
+        ({"top_k": 20.0, "min_p": 0.1}, {"top_k": 20, "min_p": 0.1}),
+        ({"top_k": 2**40}, {"top_k": VOCAB}),
+        ({"top_k": -1}, {}),
         ({}, {}),
     ],
 )

@@ -77,6 +77,8 @@ class _Connection(HttpToolsProtocol):
             raise ConnectionAbortedError  # ends the parser's work, too: there is no other cycle to tell of the end
         self._header_bytes = 0
         self._await_headers()
+        if not self.flow.write_paused:
+            self._stop_stall_timer()  # of the last answer's end
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -108,6 +110,8 @@ class _Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_stall_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            self._look_again()  # nothing more is written, which would have to wait for what is left
 
     def _await_headers(self) -> None:
         self._heard()

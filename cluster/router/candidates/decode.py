@@ -52,7 +52,8 @@ class DecodeCandidates:
 
     def _note_workers(self, changed: str) -> None:
         accounts = self.accounts.values()
-        self.most_tokens = max([a.view.total_pages * a.view.page_size for a in accounts], default=0)
+        # of one that is away for a moment, too: of what comes meanwhile as much is asked as will fit
+        self.most_tokens = max([a.view.total_pages * a.view.page_size for a in accounts], default=self.most_tokens)
         self._page_size = max([a.view.page_size for a in accounts], default=1)
         self._most_beyond = max([self._beyond(a) for a in accounts], default=0)
         self._changed[changed] = None

@@ -98,13 +98,17 @@ def _end_joined(cluster: known_clusters.ClusterState, *, forget: bool) -> None:
     from cluster.deploy.ray import DeployError, quiet_stdout
 
     known = known_clusters.read(cluster.name)
-    is_noted = known is not None and known.address == cluster.address
+    addresses = {known.address if known is not None else "", cluster.address}
+    is_noted = "" not in addresses and (len(addresses) == 1 or "auto" in addresses)
     try:
         with quiet_stdout():
             end_joined(cluster.address, cluster.name)
     except DeployError as error:
         if is_noted and (forget or isinstance(error, NoSuchCluster)):
             state.remove(cluster.name)
+            if forget:
+                note(f"{error}: it is off the list")
+                return
         elif is_noted:
             raise CliError(f"{error}; if it is gone for good: kvrelay down {cluster.name} --forget") from None
         raise CliError(str(error)) from None

@@ -136,7 +136,8 @@ async def test_what_is_not_set_is_as_the_models_generation_config_has_it() -> No
         told = await h.generate.GetModelInfo(generate_pb2.GetModelInfoRequest())
         assert told.usual_sampling == usual
         await h.generate.GenerateOnce(request(max_tokens=2, beam_search={"num_beams": 2}))
-        assert not h.prefill().submits[-1].request.sampling.top_k, "a search draws nothing"
+        search = sampling_from_proto(h.prefill().submits[-1].request.sampling)
+        assert (search.top_k, search.repetition_penalty) == (0, 1.1), "a search draws nothing"
 
 
 async def test_a_salt_reaches_the_workers_under_the_callers_name_in_every_choice_and_attempt() -> None:

@@ -111,7 +111,7 @@ def test_what_was_measured_with_few_bits_is_written_so(tmp_path: Path) -> None:
     )
     one, other = (read_profile(path) for path in asked_for.profile)
     other = replace(other, prefill_pool=replace(other.prefill_pool, options={}))
-    with pytest.raises(PlanError, match=r"quantization is  in both.json and int8 in pair.json"):
+    with pytest.raises(PlanError, match=r"quantization is not given in both.json and int8 in pair.json"):
         ProfileCatalog(one, other)
 
 

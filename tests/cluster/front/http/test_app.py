@@ -192,6 +192,19 @@ async def test_nor_does_it_want_more_than_workers_have_pages_for() -> None:
         assert (await h.post("/v1/chat/completions", **asked))[0] == 400, "what was asked for is not cut short"
 
 
+async def test_a_chat_that_waits_for_a_decode_worker_fits_into_it_when_it_is_back() -> None:
+    async with http(codec=words(), worker={"max_model_len": 4096, "num_pages": 8}) as h:
+        worker = h.harness.decode()
+        held = h.harness.router.policy.workers.decode.most_tokens
+        await worker.kill()
+        await h.harness.until(lambda: not h.harness.router.policy.workers.decode.accounts)
+        asked = asyncio.create_task(h.post("/v1/chat/completions", messages=[{"role": "user", "content": "w5"}]))
+        await h.harness.until(lambda: h.harness.router.num_submissions == 1)
+        await worker.start()
+        status, body = await asked
+        assert (status, body["usage"]["total_tokens"]) == (200, held)
+
+
 async def test_prompts_of_one_call_have_names_of_their_own_however_long_its_own_is() -> None:
     async with http() as h:
         headers = {"X-Request-Id": "x" * 128}
@@ -234,6 +247,28 @@ async def test_a_client_that_leaves_the_last_bytes_of_an_answer_is_left() -> Non
         await h.harness.until(lambda: any(each.cycle and each.cycle.response_complete for each in connections))
         (connection,) = connections
         assert 0 < connection.transport.get_write_buffer_size() < 64 * 1024
+        await h.harness.until(lambda: not connections)
+        client.close()
+
+
+@pytest.mark.parametrize("more", ["", "Connection: close\r\n"])
+async def test_so_is_one_that_reads_all_but_the_last_bytes(more: str) -> None:
+    async with http(max_stall_s=0.3, worker={"max_model_len": 1 << 14, "num_pages": 1 << 12}) as h:
+        listener: Any = h.harness.server._http
+        listener._sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", h.harness.server.http_port))
+        asked = posted({"prompt": PROMPT, "max_tokens": 3000, "logprobs": 5, "ignore_eos": True})
+        client.sendall(asked.replace(b"\r\n", f"\r\n{more}".encode(), 1))
+        client.setblocking(False)
+        connections = listener._server.server_state.connections
+        await h.harness.until(lambda: any(each.flow.write_paused for each in connections))
+        (connection,) = connections
+        loop, left = asyncio.get_running_loop(), connection.transport.get_write_buffer_size
+        while not connection.cycle.response_complete or left() > 8 * 1024:
+            await loop.sock_recv(client, 1024)
+        assert 0 < left() < 16 * 1024, "writing waits for nothing any more"
         await h.harness.until(lambda: not connections)
         client.close()
 
