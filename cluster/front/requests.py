@@ -91,10 +91,7 @@ async def check_request(
         params = replace(params, grammar=await _within(limits, codec.forms.grammar(form, model)))
     prompt_ids = await _prompt_ids(request, model, codec, limits)
     _check_scores(params.prompt_logprobs, len(prompt_ids))
-    room = model.max_model_len - len(prompt_ids)
-    if params.max_tokens == AS_MANY_AS_FIT and kept is None and most_tokens > len(prompt_ids):
-        beams = params.beam_search.num_beams if params.beam_search is not None else 1
-        room = min(room, max(1, (most_tokens - len(prompt_ids)) // beams))
+    room = _room(len(prompt_ids), params, model.max_model_len, most_tokens if kept is None else 0)
     if params.max_tokens > room:
         params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
     new = NewRequest(
@@ -116,6 +113,15 @@ async def check_request(
         trace=TRACE.get(),
     )
     return CheckedRequest(new=new, params=params)
+
+
+def _room(prompt_len: int, params: SamplingParams, max_model_len: int, most_tokens: int) -> int:
+    """For its answer; `most_tokens`: as of `check_request`."""
+    room = max_model_len - prompt_len
+    if params.max_tokens != AS_MANY_AS_FIT or most_tokens <= prompt_len:
+        return room
+    beams = params.beam_search.num_beams if params.beam_search is not None else 1
+    return min(room, max(1, (most_tokens - prompt_len) // beams))
 
 
 def _completed(given: generate_pb2.SamplingParams, usual: generate_pb2.SamplingParams) -> generate_pb2.SamplingParams:
