@@ -14,6 +14,13 @@ class RepeatedKey(yaml.MarkedYAMLError):
         self.key, self.line = key, mark.line + 1
 
 
+def mistake_of(error: yaml.YAMLError) -> str:
+    """The line, and what is wrong there."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}" if mark else "somewhere"
+    return f"{where}: {getattr(error, 'problem', None) or 'it does not parse'}"
+
+
 def document(text: str) -> Any:
     """None: it is empty. Raises yaml.YAMLError."""
     loader = yaml.SafeLoader(text)

@@ -67,13 +67,15 @@ def _written(loc: Sequence[int | str], model: type[BaseModel]) -> tuple[int | st
     """As far as it was: pydantic goes on with what it calls the kinds of a value, and the key of a mapping."""
     annotation: Any = model
     for number, part in enumerate(loc):
-        fields = nested.model_fields if (nested := _nested(annotation)) is not None else {}
-        if part == "[key]" or (isinstance(part, str) and part not in fields and not _has_names(annotation)):
+        if part == "[key]":
             return tuple(loc[:number])
-        if isinstance(part, str) and part in fields and not _has_names(annotation):
-            annotation = fields[part].annotation
-        elif _has_names(annotation):
-            annotation = _nested(annotation)
+        nested = _nested(annotation)
+        if _has_names(annotation):
+            annotation = nested
+        elif isinstance(part, str):
+            if nested is None or part not in nested.model_fields:
+                return tuple(loc[:number])
+            annotation = nested.model_fields[part].annotation
     return tuple(loc)
 
 

@@ -45,7 +45,7 @@ def read_spec(path: str | Path, environ: Mapping[str, str] = os.environ) -> tupl
 def _read(path: str | Path, environ: Mapping[str, str]) -> tuple[object, dict[str, str]]:
     import yaml  # not at the top: policies and the simulator import this module without it
 
-    from cluster.spec.documents import RepeatedKey, constructed, node_of
+    from cluster.spec.documents import RepeatedKey, constructed, mistake_of, node_of
 
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
@@ -58,12 +58,9 @@ def _read(path: str | Path, environ: Mapping[str, str]) -> tuple[object, dict[st
         raise SpecError(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
     except SpecError:
         raise
-    except ValueError as error:  # a date that is none
+    except ValueError as error:  # a null character in the path
         raise SpecError(f"{path} is not YAML: {error}") from None
     except RepeatedKey as error:
         raise SpecError(f"{path} says {error.key} twice, again in line {error.line}; keep one of them") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark else "somewhere"
-        problem = getattr(error, "problem", None) or "it does not parse"
-        raise SpecError(f"{path} is not YAML: {where}: {problem}") from None
+        raise SpecError(f"{path} is not YAML: {mistake_of(error)}") from None

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from cluster.spec.documents import document
+from cluster.spec.documents import document, mistake_of
 from cluster.spec.errors import sentences_of, show
 from kvrelay.plan.request import CLASS_KEYS, RANDOM, SIZES, PlanRequest, listed
 from placement.catalogs.base import PlanError
@@ -80,9 +80,7 @@ def read_keys(path: Path) -> dict[str, Any]:
         why = getattr(error, "strerror", None) or "it is no text"
         raise PlanError(f"plan request {path} cannot be read: {why}; give a YAML file") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark else "somewhere"
-        raise PlanError(f"{path} is not YAML: {where}: {getattr(error, 'problem', 'it does not parse')}") from None
+        raise PlanError(f"{path} is not YAML: {mistake_of(error)}") from None
     if not isinstance(data, Mapping):
         raise PlanError(f"{path} is {show(data)}; give keys and values such as num_gpus: 8")
     return {str(key): _from_folder(path, key, value) for key, value in data.items()}

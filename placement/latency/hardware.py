@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cluster.spec.documents import document
+from cluster.spec.documents import document, mistake_of
 from cluster.spec.errors import sentences_of, show
 from placement.catalogs.base import MachineCost, PlanError
 from placement.named_files import named_file, names_of
@@ -176,11 +176,7 @@ def load_hardware(hardware: str | Path) -> Hardware:
         why = getattr(error, "strerror", None) or "it is no text"
         raise PlanError(f"hardware file {path} cannot be read: {why}; give another") from None
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark else "somewhere"
-        raise PlanError(
-            f"{path} is not YAML: {where}: {getattr(error, 'problem', None) or 'it does not parse'}"
-        ) from None
+        raise PlanError(f"{path} is not YAML: {mistake_of(error)}") from None
     return parse_hardware(data, str(path))
 
 

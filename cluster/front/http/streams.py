@@ -33,15 +33,25 @@ def event(body: Any) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-class EventStream(Response):
+class _Bounded(Response):
+    """One that is written part by part, to a client that takes them."""
+
+    def __init__(self, stalls: Stalls) -> None:
+        self.status_code = 200
+        self.background = None
+        self._stalls = stalls
+
+    async def _write(self, send: Send, limit: asyncio.Timeout, body: bytes, *, more: bool = True) -> None:
+        await self._stalls.bounded(limit, send({"type": "http.response.body", "body": body, "more_body": more}))
+
+
+class EventStream(_Bounded):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], stalls: Stalls) -> None:
-        self.status_code = 200
-        self.background = None
+        super().__init__(stalls)
         self.init_headers(HEADERS)
         self._events = events
-        self._stalls = stalls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events) as events:
@@ -58,18 +68,13 @@ class EventStream(Response):
                         last = event(told(error)[1]) + DONE
                     await self._write(send, limit, last, more=False)
 
-    async def _write(self, send: Send, limit: asyncio.Timeout, body: bytes, *, more: bool = True) -> None:
-        await self._stalls.bounded(limit, send({"type": "http.response.body", "body": body, "more_body": more}))
 
-
-class WholeBody(Response):
+class WholeBody(_Bounded):
     media_type = "application/json"
 
     def __init__(self, body: Any, stalls: Stalls) -> None:
-        self.status_code = 200
-        self.background = None
+        super().__init__(stalls)
         self._body = body
-        self._stalls = stalls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = [b""]
@@ -84,9 +89,7 @@ class WholeBody(Response):
         with suppress(TimeoutError):  # it takes nothing: its connection is closed
             async with asyncio.timeout(None) as limit:
                 for number, part in enumerate(parts, start=1):
-                    more = number < len(parts)
-                    message = {"type": "http.response.body", "body": part, "more_body": more}
-                    await self._stalls.bounded(limit, send(message))
+                    await self._write(send, limit, part, more=number < len(parts))
 
 
 def json_pieces(value: Any, depth: int) -> Iterator[bytes]:

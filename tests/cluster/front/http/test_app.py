@@ -234,16 +234,21 @@ async def test_a_long_answer_is_written_in_pieces_and_says_how_long_it_is() -> N
         assert [len(each["logprobs"]["tokens"]) for each in answer.json()["choices"]] == [2000] * 8
 
 
+def slow_client(h: Http) -> tuple[socket.socket, Any]:
+    """One of which little is on its way at a time, and the server's connections."""
+    listener: Any = h.harness.server._http
+    listener._sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", h.harness.server.http_port))
+    return client, listener._server.server_state.connections
+
+
 async def test_a_client_that_leaves_the_last_bytes_of_an_answer_is_left() -> None:
     """They are so few that writing never had to wait."""
     async with http(max_stall_s=0.2, worker={"max_model_len": 1 << 14, "num_pages": 1 << 12}) as h:
-        listener: Any = h.harness.server._http
-        listener._sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", h.harness.server.http_port))
+        client, connections = slow_client(h)
         client.sendall(posted({"prompt": PROMPT, "max_tokens": 1000, "logprobs": 5, "ignore_eos": True}))
-        connections = listener._server.server_state.connections
         await h.harness.until(lambda: any(each.cycle and each.cycle.response_complete for each in connections))
         (connection,) = connections
         assert 0 < connection.transport.get_write_buffer_size() < 64 * 1024
@@ -254,15 +259,10 @@ async def test_a_client_that_leaves_the_last_bytes_of_an_answer_is_left() -> Non
 @pytest.mark.parametrize("more", ["", "Connection: close\r\n"])
 async def test_so_is_one_that_reads_all_but_the_last_bytes(more: str) -> None:
     async with http(max_stall_s=0.3, worker={"max_model_len": 1 << 14, "num_pages": 1 << 12}) as h:
-        listener: Any = h.harness.server._http
-        listener._sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", h.harness.server.http_port))
+        client, connections = slow_client(h)
         asked = posted({"prompt": PROMPT, "max_tokens": 3000, "logprobs": 5, "ignore_eos": True})
         client.sendall(asked.replace(b"\r\n", f"\r\n{more}".encode(), 1))
         client.setblocking(False)
-        connections = listener._server.server_state.connections
         await h.harness.until(lambda: any(each.flow.write_paused for each in connections))
         (connection,) = connections
         loop, left = asyncio.get_running_loop(), connection.transport.get_write_buffer_size
