@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from cluster.router.options import RouterOptions
+from cluster.spec.documents import document
 from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec, roles_of
 from engine.knobs import knobs_of
@@ -130,8 +131,8 @@ def _read(part: type[BaseModel], given: dict[str, Any]) -> dict[str, Any]:
 def _parsed(text: str) -> Any:
     """Text that is no YAML stays text: the spec refuses it in a sentence."""
     try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
+        return document(text)
+    except yaml.YAMLError:
         return text
 
 
