@@ -30,7 +30,7 @@ from bench.rounds import spread
 from engine.adapters.files import CONFIG, WEIGHTS, read_adapter
 from engine.engine import Engine
 from engine.options import EngineOptions
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from engine.types import Adapter, Chunk, SampledToken, Step
 
 COUNT = 64
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of each")
     parser.add_argument("--quick", action="store_true", help="two turns; writes no file")
     args = parser.parse_args()
-    set_thread_counts(THREADS)
+    set_environment(THREADS)
     torch.set_num_threads(THREADS)
     longest = max(BATCHES) * (PROMPT_TOKENS + STEPS + 1)
     pages = -(-longest // PAGE_SIZE) + 64

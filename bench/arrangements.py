@@ -45,7 +45,7 @@ from bench.peers.serve import Server, servers
 from bench.plots import PICK, SHORT, draw
 from bench.rounds import Replays, counted, noise_report, spread, told
 from bench.verify_live import measure_profile
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from kvrelay.calibrate.effort import QUICK, USUAL, Effort
 from kvrelay.plan import words
 from kvrelay.plan.folder import save as save_plan
@@ -251,7 +251,7 @@ def main() -> int:
     repeats = args.repeats or (1 if args.quick else 3)
     if unknown := set(args.names) - arrangements().keys():
         parser.error(f"{min(unknown)!r} is no arrangement; give some of {', '.join(map(repr, arrangements()))}")
-    set_thread_counts(2)  # other servers' threads wait as ours do; read when they start
+    set_environment(2)  # other servers' threads wait as ours do; read when they start
     cores, seconds = sorted(os.sched_getaffinity(0))[:2], QUICK_SECONDS if args.quick else SECONDS
     specs = {name: asked for name, asked in arrangements().items() if name in args.names or not args.names}
     plan: dict[str, Any] = {}

@@ -49,7 +49,7 @@ from bench.peers.serve import Server, servers
 from bench.rounds import Replays, counted, noise_report, spread, told
 from engine.engine import Engine
 from engine.options import EngineOptions
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 from engine.weights.linear import can_pack
 
@@ -469,7 +469,7 @@ def main() -> int:
     )
     args = parser.parse_args()
     console = Console()
-    set_thread_counts(args.threads)  # as a worker's; read by the contenders' processes when they start
+    set_environment(args.threads)  # as a worker's; read by the contenders' processes when they start
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
     with servers(args.peers, demo_model("125m"), cores, print) as peers:
         result = run(NAMES, peers, PLAN, args.quick, args.threads)

@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from bench.common import about, save
 from engine.errors import UnsupportedModel
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from kvrelay.demo_model import EOS_ID
 from tests import zoo
 from tests.engine.test_zoo import generated, load, random_prompts, served
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__.split("\n", 1)[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="model types; all when none is given; writes no file")
     args = parser.parse_args()
-    set_thread_counts(1)
+    set_environment(1)
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")

@@ -28,7 +28,7 @@ from bench.kv_fp8 import compare, logits_of
 from bench.speculation import pair
 from engine.engine import Engine
 from engine.options import EngineOptions
-from engine.process import set_thread_counts
+from engine.process import set_environment
 
 TEXT = REPO / "docs" / "architecture.md"
 PIECES, PIECE_TOKENS = 4, 512  # of the text
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="turns of each")
     parser.add_argument("--quick", action="store_true", help="two turns; writes no file")
     args = parser.parse_args()
-    set_thread_counts(THREADS)
+    set_environment(THREADS)
     torch.set_num_threads(THREADS)
     path, result = RESULTS / "int8.json", about()
     models: dict[str, Any] = json.loads(path.read_text())["models"] if path.exists() else {}

@@ -21,7 +21,7 @@ from bench.engine import compared, in_turns, ours
 from bench.kv_fp8 import PAGE_SIZE, compare, logits_of
 from engine.engine import Engine
 from engine.options import EngineOptions
-from engine.process import set_thread_counts
+from engine.process import set_environment
 
 STEPS = 8  # of a turn
 THREADS = 2
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="turns of each")
     parser.add_argument("--quick", action="store_true", help="two turns; writes no file")
     args = parser.parse_args()
-    set_thread_counts(THREADS)
+    set_environment(THREADS)
     torch.set_num_threads(THREADS)
     rounds = 2 if args.quick else args.rounds
     engines = {way: load(way) for way in WAYS}

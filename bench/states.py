@@ -26,7 +26,7 @@ from bench.engine import DECODE_BATCHES, compared, generate, in_turns, ours
 from engine.engine import Engine
 from engine.options import EngineOptions
 from engine.pages.layout import kv_and_state_bytes
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from tests import zoo
 
 PREFILLS = (128, 512, 2048)
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="turns of each")
     parser.add_argument("--quick", action="store_true", help="two turns; writes no file")
     args = parser.parse_args()
-    set_thread_counts(THREADS)
+    set_environment(THREADS)
     torch.set_num_threads(THREADS)
     result: dict[str, Any] = about() | {"transformers": transformers.__version__, "kinds": {}}
     for kind in KINDS:

@@ -1,6 +1,6 @@
 """What a process that computes is given before and after torch is imported: its threads, its cores, its log's format.
 
-Torch-free: libraries read their thread counts when they are imported, so these are set first.
+Torch-free: libraries read their environment when they are imported, so that is set first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 OUR_PACKAGES = ("engine.",)
 
 
-def set_thread_counts(threads: int) -> None:
-    """For libraries that read their thread count when they are imported: call before torch is."""
+def set_environment(threads: int) -> None:
+    """For libraries that read it when they are imported, or first used: call before torch is."""
     for key in THREAD_KEYS:
         os.environ[key] = str(threads)
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch asks for huge pages: small steps read weights faster
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins at a barrier takes another's core,
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # but for a moment: sleep and waking are dearer than most waits
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

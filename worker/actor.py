@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from engine.process import pin_process, set_thread_counts
+from engine.process import pin_process, set_environment
 from worker.log_file import log_into
 from worker.membership import Greeting, Membership
 from worker.options import WorkerOptions, with_role
@@ -114,7 +114,7 @@ class WorkerActor(MemberActor):
     ) -> None:
         """`options` without the secret: what an actor is made with is kept in Ray's GCS."""
         host = "127.0.0.1" if loopback else ray.util.get_node_ip_address()
-        set_thread_counts(engine["threads"])
+        set_environment(engine["threads"])
 
         def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:
             from engine.engine import Engine

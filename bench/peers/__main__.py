@@ -28,7 +28,7 @@ from bench.peers.serve import Server, servers
 from bench.peers.tokens import checked
 from bench.plots import SHORT, draw
 from bench.rounds import told
-from engine.process import set_thread_counts
+from engine.process import set_environment
 
 THREADS = 2
 QUICK_PLAN = (("prefill", 512), ("decode", 1), ("decode", 8))
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--rates", type=lambda text: tuple(map(float, text.split(","))), help="requests per second")
     args = parser.parse_args()
     head, model = about(), demo_model("125m")
-    set_thread_counts(THREADS)  # for the processes that start from here
+    set_environment(THREADS)  # for the processes that start from here
     with servers(args.peers, model, sorted(os.sched_getaffinity(0))[:THREADS], console.print) as peers:
         tokens = checked(peers, model)
         alone, arriving = play(peers, args.quick, args.rates)

@@ -37,7 +37,7 @@ from bench.rounds import spread
 from bench.structured.schemas import FORMATS_CHECKED, schema_of
 from engine.engine import Engine
 from engine.options import EngineOptions
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from engine.sampling.structured import Constraint, grammar_of
 from engine.types import Chunk, SampleSpec, SamplingParams, Step
 from kvrelay.client.client import AsyncClient
@@ -187,7 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help="sixty schemas and fewer turns; writes no file")
     args = parser.parse_args()
-    set_thread_counts(2)
+    set_environment(2)
     result = about()
     wanted = spec(demo_model("tiny"))
     pools = [{"role": "prefill", "threads": 1}, {"role": "decode", "threads": 1, "replicas": 2}]

@@ -19,7 +19,7 @@ from cluster.router.options import RouterOptions
 from cluster.router.takers import RouterStanding, Takers
 from cluster.spec.model import USUAL_HTTP_PORT, ClusterSpec, RouterSpec
 from cluster.usage.options import UsageOptions
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from worker.actor import MemberActor
 from worker.membership import Greeting, Membership
 from worker.process import Progress, Service
@@ -38,7 +38,7 @@ CALL_TIMEOUT_S = 10.0
 class RouterActor(MemberActor):
     def __init__(self, spec: ClusterSpec, index: int, membership: Membership, cluster_id: str) -> None:
         """`spec` is resolved."""
-        set_thread_counts(1)
+        set_environment(1)
         host = ray.util.get_node_ip_address() if spec.router.host in ANY_ADDRESS else spec.router.host
 
         def build(incarnation: str, progress: Progress, greeting: Greeting) -> Service:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from engine.process import set_thread_counts
+from engine.process import set_environment
 
 TEAMS = """
 import threading
 import time
 from pathlib import Path
-from engine.process import end_team, set_thread_counts
+from engine.process import end_team, set_environment
 
-set_thread_counts(2)
+set_environment(2)
 import torch
 
 def compute():
@@ -51,5 +52,22 @@ def test_the_team_of_who_has_loaded_is_let_go() -> None:
 
 def test_what_the_environment_says_of_waiting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"GOMP_SPINCOUNT": "7"})
-    set_thread_counts(3)
+    set_environment(3)
     assert (os.environ["GOMP_SPINCOUNT"], os.environ["OMP_NUM_THREADS"]) == ("7", "3")
+
+
+def test_large_tensors_lie_in_huge_pages() -> None:
+    """Where the kernel gives them to who asks."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[madvise]" not in setting.read_text():
+        pytest.skip("this kernel gives huge pages to all, or to nobody")
+    program = """
+from pathlib import Path
+from engine.process import set_environment
+set_environment(1)
+import torch
+weights = torch.ones(16 << 20)
+print(next(line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHugePages" in line))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout.split()[1]) >= 32 << 10

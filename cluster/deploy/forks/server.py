@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.deploy.forks.ask import ANSWER_TIMEOUT_S, GO, SOCKET_VARIABLE, STREAMS
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from worker.heap import give_memory_back
 
 MODULES = (
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _import_all(modules: Sequence[str], *, threads: int) -> None:
-    set_thread_counts(threads)
+    set_environment(threads)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is imported
     gc.disable()
     for module in modules:

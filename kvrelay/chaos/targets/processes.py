@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from cluster.deploy.own_ray.local_ray import is_there
-from engine.process import set_thread_counts
+from engine.process import set_environment
 from kvrelay.chaos.targets.base import ROUTER, ProcessState, Shape, states_of
 from kvrelay.chaos.targets.members import PRELOAD, run_router, run_worker
 from kvrelay.chaos.targets.proxy import Proxy
@@ -90,7 +90,7 @@ class ProcessCluster:
 
     async def start(self) -> None:
         """Returns when all are ready."""
-        set_thread_counts(1)
+        set_environment(1)
         os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
         os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")  # who is killed leaves tqdm's semaphores
         self._context.set_forkserver_preload(list(PRELOAD))
