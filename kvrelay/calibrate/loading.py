@@ -47,14 +47,20 @@ async def serve_load(
     begun_s, whole_s = time.monotonic(), 60 * minutes
     rounds = max(1, round(whole_s / (len(BUSY) * RUN_S)))
     seconds = whole_s / (len(BUSY) * rounds)
-    for number in range(rounds * len(BUSY)):
-        on_progress("all at work", number, rounds * len(BUSY))
-        turn = rates[number // len(BUSY) % len(rates)]
-        options = _workload(turn, BUSY[number % len(BUSY)], seconds, seed + number)
+    turns = turns_of(rounds * len(BUSY))
+    for number, (lengths, busy) in enumerate(turns):
+        on_progress("all at work", number, len(turns))
+        asked = rates[lengths]
+        options = _workload(asked, busy, seconds, seed + number)
         runs.append(await _run(client, model, options, time.monotonic() - begun_s))
-        turn.note(runs[-1])
+        asked.note(runs[-1])
     on_progress("all at work", 1, 1)
     return runs
+
+
+def turns_of(count: int) -> list[tuple[int, float]]:
+    """Which lengths, and how busy, run by run: what disturbs the machine for a minute meets all of them alike."""
+    return [(i % len(SHORTER), BUSY[(i + i // len(SHORTER)) % len(BUSY)]) for i in range(count)]
 
 
 class Rates:

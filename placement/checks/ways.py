@@ -30,11 +30,13 @@ OF_SWING = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Factors of all times of a phase in one run; `seed` draws the noise."""
+    """Factors of all times of a phase in one run, and of what lies between a client and the workers, which the same
+    cores compute; `seed` draws the noise."""
 
     prefill: float
     decode: float
     seed: int
+    client: float = 1.0
 
 
 def ways_of(
@@ -44,14 +46,17 @@ def ways_of(
     ten, as shares. Both are drawn evenly over their quantiles (Latin hypercube), so that few say much."""
     rng = np.random.default_rng(seed)
     even = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
-    logs = np.zeros((count, 2))
+    logs, client = np.zeros((count, 2)), np.zeros(count)
     for column, error in enumerate((prefill_error, decode_error)):
         logs[:, column] = math.log1p(error) / NINE_IN_TEN * rng.permutation(even)
     if load is not None:
         centre, spread = _of_another_run(load, work)
-        logs += centre + np.stack([rng.permutation(even), rng.permutation(even)], axis=1) @ spread.T
+        off = np.stack([rng.permutation(even), rng.permutation(even)], axis=1) @ spread.T
+        logs += centre + off
+        client = off.mean(axis=1)
     seeds = rng.integers(2**31, size=count)
-    return [Way(prefill=p, decode=d, seed=int(s)) for (p, d), s in zip(np.exp(logs).tolist(), seeds, strict=True)]
+    drawn = zip(np.exp(logs).tolist(), np.exp(client).tolist(), seeds.tolist(), strict=True)
+    return [Way(prefill=p, decode=d, client=c, seed=s) for (p, d), c, s in drawn]
 
 
 def _of_another_run(load: UnderLoad, work: Work) -> tuple[Floats, Floats]:

@@ -14,7 +14,7 @@ from cluster.router.live.timeline import PHASES
 from kvrelay.calibrate.calibration import CalibrationError, tables_of
 from kvrelay.calibrate.contention import ServedRun, fit_under_load
 from kvrelay.calibrate.correcting import check_measured, corrected_by
-from kvrelay.calibrate.loading import BUSY, SHORTER, Rates, busy_share
+from kvrelay.calibrate.loading import BUSY, SHORTER, Rates, busy_share, turns_of
 from kvrelay.calibrate.served_steps import courses_of
 from kvrelay.client.types import EndedRequest
 from placement.build.from_profile import sim_cluster
@@ -175,6 +175,16 @@ def test_too_few_requests_say_nothing() -> None:
 
 def test_a_load_has_a_run_of_each_kind() -> None:
     assert len(BUSY) * len(SHORTER) == KINDS
+    assert len(set(turns_of(KINDS))) == KINDS
+
+
+def test_what_disturbs_a_minute_of_a_load_meets_all_lengths_and_rates_alike() -> None:
+    """Else it would be taken for what those lengths cost."""
+    turns = turns_of(27)
+    for begin in range(0, len(turns), 3):
+        lengths, busy = zip(*turns[begin : begin + 3], strict=True)
+        assert sorted(lengths) == [0, 1, 2]
+        assert sorted(busy) == sorted(BUSY)
 
 
 def test_rates_follow_how_busy_prefill_was() -> None:

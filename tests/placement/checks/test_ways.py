@@ -68,6 +68,13 @@ def test_ways_swing_as_the_runs_did_and_both_phases_together_and_machines_drift(
     assert np.hypot(swing, DRIFT) < logs.std() < 1.3 * np.hypot(swing, DRIFT)  # of a swing that is known from 48
 
 
+def test_what_lies_before_the_workers_drifts_with_them() -> None:
+    ways = ways_of(load(run(0.5, 1.2, 0.9)), Work(busy=0.5, tokens_per_s=250.0), 0.0, 0.0, 100, seed=1)
+    off = [way.prefill / 1.2 * (way.decode / 0.9) for way in ways]
+    assert [way.client**2 for way in ways] == pytest.approx(off)
+    assert {way.client for way in ways_of(None, Work(busy=0.5, tokens_per_s=9.0), 0.1, 0.2, 10, seed=1)} == {1.0}
+
+
 def test_another_load_is_as_sure_as_each_kind_was_by_the_others() -> None:
     """Three kinds of load, of which one took longer than the others would have said."""
     kinds = ((0.2, 0.8), (0.4, 1.2), (0.8, 0.8))
