@@ -112,12 +112,7 @@ def _fitted(runs: Sequence[Floats], beside: float, sign: int) -> tuple[PhaseUnde
         noise=float(np.std(np.log(np.concatenate(noises)))),
     )
     found = zip((of_runs / centre).tolist(), noises, strict=True)
-    return phase, [_OfRun(whole, _quantiles(noise / _mean(noise, sign))) for whole, noise in found]
-
-
-def _mean(noise: Floats, sign: int) -> float:
-    """Of single steps; of many in a row, whose root is taken, the geometric one."""
-    return float(noise.mean() if sign > 0 else np.exp(np.log(noise).mean()))
+    return phase, [_OfRun(whole, _quantiles(noise / noise.mean() if sign > 0 else noise)) for whole, noise in found]
 
 
 def _least_squares(rows: Floats, beside: float, sign: int) -> _Factors:
