@@ -27,7 +27,7 @@ SLOWDOWNS = np.geomspace(1.0, 8.0, 417)  # half a hundredth from one to the next
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedRun:
     """`first_token_s`: of each request, from its prompt's being computed until the client had its first token, and what
-    lay between client and router before; `rest_s`: what it waited for the other tokens longer than the server says.
+    lay between client and router before; `rest_s`: what it then waited for the others longer than the server says.
     `others`: that ran meanwhile, and count in another run."""
 
     at_s: float
@@ -155,6 +155,7 @@ def _quantiles(values: Floats) -> tuple[float, ...]:
 def _load_run(run: ServedRun, prefill: _OfRun, decode: _OfRun, tables: Tables) -> LoadRun:
     lasted_s = span_s(run.courses)
     tokens = sum(course.output for course in run.courses)
+    client_s, client_rest_s = _client_s(run, tables)
     return LoadRun(
         at_s=run.at_s,
         rate=run.rate,
@@ -165,14 +166,17 @@ def _load_run(run: ServedRun, prefill: _OfRun, decode: _OfRun, tables: Tables) -
         decode=decode.factor,
         prefill_noise=prefill.noise,
         decode_noise=decode.noise,
-        client_s=_client_s(run, tables),
-        client_rest_s=_quantiles(np.maximum(0.0, run.rest_s)),
+        client_s=client_s,
+        client_rest_s=client_rest_s,
     )
 
 
-def _client_s(run: ServedRun, tables: Tables) -> tuple[float, ...]:
-    """Until the first token, beside the steps, waiting for them, and a message each way."""
+def _client_s(run: ServedRun, tables: Tables) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Until the first token, beside the steps, waiting for them, and a message each way: even quantiles; and what these
+    requests waited for the rest. Who has its first token late has the others the sooner after it."""
     idle = idle_s(run.courses)
     before_s = float(np.median(idle)) if idle else tables.message_s
-    after_s = np.array(run.first_token_s)
-    return _quantiles(np.maximum(0.0, after_s + before_s - 2 * tables.message_s))
+    until_s, rest_s = np.array(run.first_token_s), np.array(run.rest_s)
+    picked = np.argsort(until_s)[((np.arange(QUANTILES) + 0.5) / QUANTILES * len(until_s)).astype(np.intp)]
+    until_s = np.maximum(0.0, until_s[picked] + before_s - 2 * tables.message_s)
+    return tuple(until_s.tolist()), tuple(rest_s[picked].tolist())

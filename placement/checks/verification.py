@@ -162,9 +162,10 @@ def in_way(cluster: SimCluster, workload: Workload, doubt: Doubt, like: Sequence
     tpot_s = outcome.tpot_s
     if run:
         gaps = np.maximum(workload.output_len - 1, 1)
-        client_s, rest_s = (way.client * rng.choice(times, count) for times in (run.client_s, run.client_rest_s))
+        clients = rng.integers(len(run.client_s), size=count)
+        client_s, rest_s = (way.client * np.array(times)[clients] for times in (run.client_s, run.client_rest_s))
         tpot_s = tpot_s * rng.choice(run.decode_noise, count) ** (1 / np.sqrt(gaps))
-        tpot_s = np.where(workload.output_len > 1, tpot_s + rest_s / gaps, 0.0)
+        tpot_s = np.where(workload.output_len > 1, np.maximum(0.0, tpot_s + rest_s / gaps), 0.0)
     ttft_s = outcome.ttft_s + client_s
     return Seen(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=ttft_s + tpot_s * np.maximum(workload.output_len - 1, 0))
 

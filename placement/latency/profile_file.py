@@ -175,15 +175,19 @@ def _phase(row: Any, key: str) -> PhaseUnderLoad:
 
 
 def _load_run(row: Any, where: str) -> LoadRun:
-    tables = {key: _numbers(row, key, where) for key in ("prefill_noise", "decode_noise", "client_s", "client_rest_s")}
+    tables = {key: _numbers(row, key, where) for key in ("prefill_noise", "decode_noise", "client_s")}
+    tables["client_rest_s"] = _numbers(row, "client_rest_s", where, least=-math.inf)
+    if len(tables["client_s"]) != len(tables["client_rest_s"]):
+        lengths = " and ".join(f"{len(tables[key])} in {key}" for key in ("client_s", "client_rest_s"))
+        raise ProfileError(f"{where} has {lengths}, which belong together; {MEND}")
     factors = {key: _above_0(row, key, where) for key in ("rate", "tokens_per_s", "busy", "prefill", "decode")}
     values: dict[str, Any] = {**tables, **factors}
     return LoadRun(at_s=_number(row, "at_s", where), requests=_whole(row, "requests", where), **values)
 
 
-def _numbers(data: Any, key: str, where: str) -> tuple[float, ...]:
+def _numbers(data: Any, key: str, where: str, least: float = 0.0) -> tuple[float, ...]:
     rows = {f"{key}[{i}]": value for i, value in enumerate(_rows(data, key, where))}
-    return tuple(_number(rows, name, where) for name in rows)
+    return tuple(_number(rows, name, where, least) for name in rows)
 
 
 def _common(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,10 +201,10 @@ def _get(data: Any, key: str, where: str) -> tuple[Any, str]:
     return data[key], name
 
 
-def _number(data: Any, key: str, where: str = "") -> float:
+def _number(data: Any, key: str, where: str = "", least: float = 0.0) -> float:
     value, name = _get(data, key, where)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ProfileError(f"{name} is {value!r}; give a number of 0 or more")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+        raise ProfileError(f"{name} is {value!r}; give a number{' of 0 or more' if not least else ''}")
     return float(value)
 
 

@@ -57,7 +57,8 @@ class LoadRun:
     """One run, `at_s` after the first. `busy`: the share of the time that a prefill worker computed. `prefill`,
     `decode`: what its steps took of what was fitted to all. Even quantiles: of the noise, what one step took of that (n
     in a row: to the power of 1/sqrt(n)); of `client_s`, what lay between a client and the workers until the first
-    token; of `client_rest_s`, what it waited for the others longer than the server says."""
+    token. `client_rest_s`: what each of these clients then waited for the others longer than the server says, which is
+    below 0 where the first came late."""
 
     at_s: float
     rate: float

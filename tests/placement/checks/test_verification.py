@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -104,7 +105,7 @@ def load_of(rng: np.random.Generator, swing: float) -> UnderLoad:
             prefill_noise=noise,
             decode_noise=noise,
             client_s=(0.001, 0.002, 0.004),
-            client_rest_s=(0.0,),
+            client_rest_s=(0.0, 0.0, -0.002),
         )
         for i, (p, d) in enumerate(np.exp(swing * rng.standard_normal((12, 2))))
     ]
@@ -124,6 +125,21 @@ def test_what_lies_between_client_and_router_is_added() -> None:
     np.testing.assert_allclose(far.expected.ttft_s, near.expected.ttft_s + 0.5)
     np.testing.assert_allclose(far.expected.e2e_s, near.expected.e2e_s + 0.5)
     np.testing.assert_array_equal(far.expected.tpot_s, near.expected.tpot_s)
+
+
+def test_whose_first_token_is_late_has_the_others_the_sooner() -> None:
+    cluster, requests = sim_cluster(profile()), workload()
+    [run] = load_of(np.random.default_rng(0), 0.0).runs[:1]
+    late = replace(run, client_s=(0.001, 0.501), client_rest_s=(0.0, -0.5))
+    seen = in_way(cluster, requests, Doubt(), [late], Way(prefill=1.0, decode=1.0, seed=1))
+    soon = in_way(
+        cluster, requests, Doubt(), [replace(late, client_rest_s=(0.0, 0.0))], Way(prefill=1.0, decode=1.0, seed=1)
+    )
+    is_late = seen.ttft_s > 0.5
+    np.testing.assert_array_equal(seen.ttft_s, soon.ttft_s)
+    assert (seen.tpot_s[is_late] <= soon.tpot_s[is_late]).all()
+    assert seen.tpot_s.min() == 0.0  # all of them came at once
+    np.testing.assert_allclose(seen.tpot_s[~is_late], soon.tpot_s[~is_late])
 
 
 def test_a_failed_request_is_infinitely_late() -> None:

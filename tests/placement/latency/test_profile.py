@@ -208,7 +208,7 @@ def test_what_a_load_showed_comes_back_and_is_in_the_times() -> None:
         prefill_noise=(0.9, 1.1),
         decode_noise=(0.8, 1.2),
         client_s=(0.001, 0.002),
-        client_rest_s=(0.0,),
+        client_rest_s=(0.0, -0.001),
     )
     load = UnderLoad(prefill=phase, decode=replace(phase, alone=1.1), gap_s=0.002, handoff_s=0.003, runs=(run,))
     slowdown = (SlowdownPoint(batch_size=4, prefill=1.2, decode=1.1),)
@@ -218,6 +218,9 @@ def test_what_a_load_showed_comes_back_and_is_in_the_times() -> None:
     for name in ("prefill", "decode"):
         del written["load"][name]["more_s"]  # a file of before
     earlier = profile_from(written).load
+    del written["load"]["runs"][0]["client_rest_s"][1]
+    with pytest.raises(ProfileError, match="2 in client_s and 1 in client_rest_s, which belong together"):
+        profile_from(written)
     assert earlier is not None
     assert earlier.prefill == replace(phase, more_s=0.0)
     loaded, bare = ProfileLatency(made), ProfileLatency(replace(made, load=None))
