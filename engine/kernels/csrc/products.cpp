@@ -327,7 +327,6 @@ constexpr int64_t PAIRS_WIDENED = 128;  // of a panel, for more rows: 32 KB of b
 #ifdef __AVX512BF16__
 typedef uint16_t Widened;
 constexpr bool WIDENS_ALL = false;         // but int8 only
-constexpr int64_t ROWS_NARROW = 36;        // up to which weights are widened in registers, again for each ROWS_AT_ONCE
 constexpr int64_t PAIRS_OF_A_PART = 1024;  // of a panel: 256 KB, which a core's cache holds
 
 struct Rows {
@@ -369,7 +368,7 @@ constexpr bool in_strips = false;
 #else
 typedef float Widened;
 constexpr bool WIDENS_ALL = OUTPUTS_AT_ONCE < WIDE;  // few outputs at once are far between as they lie, and slow to read
-constexpr int64_t ROWS_NARROW = WIDENS_ALL ? 1 : 36;
+constexpr int64_t PAIRS_AHEAD = 16;       // that are fetched while one is multiplied
 constexpr int64_t PAIRS_OF_A_PART = 512;  // half as many, for widened rows are to stay in the smallest cache
 
 class Rows {  // widened once for all outputs of a panel
@@ -463,7 +462,11 @@ void widen_part(const Weight* from, int64_t pairs, Widened* to, Rows& rows) {
 template <int ROWS, int COUNT, class Weight>
 inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pairs, Vec (&sum)[ROWS][COUNT]) {
     w += output * 2;
+    const bool is_first = COUNT * LANES < WIDE && output == 0;  // of several that read the part: it fetches all
     for (int64_t pair = 0; pair < pairs; pair++, w += WIDE * 2) {
+        if (is_first)
+            for (size_t line = 0; line < WIDE * 2 * sizeof *w; line += 64)
+                __builtin_prefetch((const char*)(w + PAIRS_AHEAD * WIDE * 2) + line);
         add_input(rows, 2 * pair, [w](int v) { return first_of(both_of(w + v * LANES * 2), w); }, sum);
         const Weight* again = w;
         asm("" : "+r"(again));
@@ -471,6 +474,10 @@ inline void add_pairs(const Rows& rows, const Weight* w, int output, int64_t pai
     }
 }
 #endif
+
+// Rows up to which weights are widened in registers, again for each ROWS_AT_ONCE; for more once
+template <class Weight>
+constexpr int64_t ROWS_NARROW = !WIDENS_ALL ? 36 : sizeof(Weight) == 1 ? 6 : 10;
 
 // Adds to `sums` [ROWS][WIDE], which the first part finds empty, for OUTPUTS outputs from `output` on.
 template <int ROWS, int OUTPUTS, class Weight>
@@ -495,7 +502,7 @@ inline void add_part(const Rows& rows, const Weight* part, int output, int64_t b
 template <int ROWS, class Weight>
 inline void add_rest(const Product& product, Rows& rows, int64_t count, int64_t row, const Weight* part, int64_t begin,
                      int64_t end, float* sums) {
-    constexpr int OUTPUTS = in_strips<Weight> || ROWS > 3 ? OUTPUTS_AT_ONCE
+    constexpr int OUTPUTS = in_strips<Weight> || ROWS > (WIDENS_ALL ? 2 : 3) ? OUTPUTS_AT_ONCE
                             : ROWS == 1                   ? WIDE
                                                           : std::max(WIDE / 2, OUTPUTS_AT_ONCE);
     if (count == ROWS) {
@@ -514,15 +521,19 @@ class Worker {
 
     template <class Weight>
     void add(const Place& at, const Weight* weights, int64_t begin, int64_t end) {
-        for (int64_t row = at.first_row; row < at.last_row; row += ROWS_AT_ONCE)
-            add_rest<ROWS_AT_ONCE>(product, rows, std::min<int64_t>(ROWS_AT_ONCE, at.last_row - row), row, weights,
-                                   begin, end, sums + (row - at.first_row) * WIDE);
+        const int64_t count = at.last_row - at.first_row;
+        int64_t blocks = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // of as many rows each: one of few is slow
+        for (int64_t row = 0, rest = count; blocks; blocks--) {
+            const int64_t next = (rest + blocks - 1) / blocks;
+            add_rest<ROWS_AT_ONCE>(product, rows, next, at.first_row + row, weights, begin, end, sums + row * WIDE);
+            row += next, rest -= next;
+        }
     }
 
     template <class Weight>
     void add_panel(const Place& at) {
         constexpr bool WIDENS = WIDENS_ALL || sizeof(Weight) == 1;
-        const bool is_widened_once = WIDENS && at.last_row - at.first_row > ROWS_NARROW;
+        const bool is_widened_once = WIDENS && at.last_row - at.first_row > ROWS_NARROW<Weight>;
         const int64_t pairs = product.in / 2, at_once = is_widened_once ? PAIRS_WIDENED : PAIRS_OF_A_PART;
         const Weight* panel = (const Weight*)product.panel(at.panel);
         for (int64_t begin = 0; begin < pairs; begin += at_once) {
