@@ -20,6 +20,7 @@ from placement.workload.requests import Floats
 
 LEAST_OF_A_RUN = 5  # answers, and prefill steps
 QUANTILES = 100
+EVEN = (np.arange(QUANTILES) + 0.5) / QUANTILES
 LEAST_FACTOR = 0.05
 SLOWDOWNS = np.geomspace(1.0, 8.0, 417)  # half a hundredth from one to the next
 
@@ -112,6 +113,7 @@ def _fitted(runs: Sequence[Floats], beside: float, sign: int) -> tuple[PhaseUnde
         noise=float(np.std(np.log(np.concatenate(noises)))),
     )
     found = zip((of_runs / centre).tolist(), noises, strict=True)
+    # steps are drawn each alike; answers count by their steps, and weighed by those their mean is 1 already
     return phase, [_OfRun(whole, _quantiles(noise / noise.mean() if sign > 0 else noise)) for whole, noise in found]
 
 
@@ -149,7 +151,7 @@ def _steps(rows: Floats, sign: int) -> Floats:
 
 
 def _quantiles(values: Floats) -> tuple[float, ...]:
-    return tuple(np.quantile(values, (np.arange(QUANTILES) + 0.5) / QUANTILES).tolist())
+    return tuple(np.quantile(values, EVEN).tolist())
 
 
 def _load_run(run: ServedRun, prefill: _OfRun, decode: _OfRun, tables: Tables) -> LoadRun:
@@ -177,6 +179,6 @@ def _client_s(run: ServedRun, tables: Tables) -> tuple[tuple[float, ...], tuple[
     idle = idle_s(run.courses)
     before_s = float(np.median(idle)) if idle else tables.message_s
     until_s, rest_s = np.array(run.first_token_s), np.array(run.rest_s)
-    picked = np.argsort(until_s)[((np.arange(QUANTILES) + 0.5) / QUANTILES * len(until_s)).astype(np.intp)]
+    picked = np.argsort(until_s)[(EVEN * len(until_s)).astype(np.intp)]
     until_s = np.maximum(0.0, until_s[picked] + before_s - 2 * tables.message_s)
     return tuple(until_s.tolist()), tuple(rest_s[picked].tolist())

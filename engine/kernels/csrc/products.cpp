@@ -521,12 +521,11 @@ class Worker {
 
     template <class Weight>
     void add(const Place& at, const Weight* weights, int64_t begin, int64_t end) {
-        const int64_t count = at.last_row - at.first_row;
-        int64_t blocks = (count + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // of as many rows each: one of few is slow
-        for (int64_t row = 0, rest = count; blocks; blocks--) {
-            const int64_t next = (rest + blocks - 1) / blocks;
-            add_rest<ROWS_AT_ONCE>(product, rows, next, at.first_row + row, weights, begin, end, sums + row * WIDE);
-            row += next, rest -= next;
+        int64_t blocks = (at.last_row - at.first_row + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;  // alike: one of few rows is slow
+        for (int64_t row = at.first_row; row < at.last_row; blocks--) {
+            const int64_t count = (at.last_row - row + blocks - 1) / blocks;
+            add_rest<ROWS_AT_ONCE>(product, rows, count, row, weights, begin, end, sums + (row - at.first_row) * WIDE);
+            row += count;
         }
     }
 

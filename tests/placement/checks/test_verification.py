@@ -129,12 +129,10 @@ def test_what_lies_between_client_and_router_is_added() -> None:
 
 def test_whose_first_token_is_late_has_the_others_the_sooner() -> None:
     cluster, requests = sim_cluster(profile()), workload()
-    [run] = load_of(np.random.default_rng(0), 0.0).runs[:1]
+    run, way = load_of(np.random.default_rng(0), 0.0).runs[0], Way(prefill=1.0, decode=1.0, seed=1)
     late = replace(run, client_s=(0.001, 0.501), client_rest_s=(0.0, -0.5))
-    seen = in_way(cluster, requests, Doubt(), [late], Way(prefill=1.0, decode=1.0, seed=1))
-    soon = in_way(
-        cluster, requests, Doubt(), [replace(late, client_rest_s=(0.0, 0.0))], Way(prefill=1.0, decode=1.0, seed=1)
-    )
+    seen = in_way(cluster, requests, Doubt(), [late], way)
+    soon = in_way(cluster, requests, Doubt(), [replace(late, client_rest_s=(0.0, 0.0))], way)
     is_late = seen.ttft_s > 0.5
     np.testing.assert_array_equal(seen.ttft_s, soon.ttft_s)
     assert (seen.tpot_s[is_late] <= soon.tpot_s[is_late]).all()
