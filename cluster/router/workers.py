@@ -36,7 +36,8 @@ class Workers:
         self.handoff_times = HandoffTimes()
         self.placing = Placing(self.prefill, self.decode, self.health, self.handoff_times, options)
         may_balance = _may_balance(options)
-        self.moving = Moving(self.decode, self.health, self.placing.is_better, may_balance=may_balance)
+        is_better, could_gain = self.placing.is_better, self.placing.could_gain
+        self.moving = Moving(self.decode, self.health, is_better, could_gain, may_balance=may_balance)
         self.passing = Passing(self.prefill, self.decode, self.health)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
         self._costs: dict[str, StepCosts] = {}  # by role: what one of them told last

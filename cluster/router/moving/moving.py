@@ -12,8 +12,9 @@ turns do not make requests swing. A beam search stays, or begins anew elsewhere 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from cluster.router.accounts import DecodeAccount, RequestShape, RoutedRequest
@@ -22,7 +23,7 @@ from cluster.router.decisions import Move
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE
 from cluster.router.health.shunned import BARRED
-from cluster.router.placing.predicting import could_gain, is_slow, token_s
+from cluster.router.placing.predicting import is_slow, token_s
 from engine.pages.pool import pages_for
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 
@@ -50,13 +51,16 @@ class Moving:
         decode: DecodeCandidates,
         health: Health,
         is_better: Callable[[RequestShape, DecodeAccount, DecodeAccount], bool],
+        could_gain: Callable[[Sequence[RequestShape], DecodeAccount, DecodeAccount], bool],
         *,
         may_balance: bool,
     ) -> None:
-        """`is_better`: whether a request, at the first of two workers, would do better at the second."""
+        """`is_better`: whether a request, at the first of two workers, would do better at the second; `could_gain`:
+        likewise, whether one of several may, asked once for all."""
         self._decode = decode
         self._health = health
         self._is_better = is_better
+        self._could_gain = could_gain
         self.may_balance = may_balance
         self._priority: int | None = None  # of all requests so far, unless they differed
         self._is_mixed = False
@@ -78,9 +82,9 @@ class Moving:
         account = self._decode.accounts.get(name)
         if account is None or not self._decode.may_shed(account) or not (why := self._why(account)).kind:
             return []
-        ids = [*reversed(account.promised), *reversed(account.listed)]
+        ids: Iterable[str] = chain(reversed(account.promised), reversed(account.listed))
         if self._is_mixed:
-            ids.sort(key=lambda i: requests[i].shape.priority, reverse=not account.report.draining)
+            ids = sorted(ids, key=lambda i: requests[i].shape.priority, reverse=not account.report.draining)
         movable: list[str] = []
         for request_id in ids:
             if why.is_for_balance and len(movable) == AT_ONCE:
@@ -99,9 +103,10 @@ class Moving:
             if request.refused_by or self._health.shunned(request.past, DECODE, now, name):
                 return False
             most_tokens = max(most_tokens, request.shape.most_tokens)
+        shapes = [request.shape for request in requests]
         for other in self._decode.first_with_room(most_tokens + MOVE_ROOM_TOKENS, source):
             has_fewer = not why.gap or source.batch - other.batch >= why.gap
-            if has_fewer and could_gain(source, other):
+            if has_fewer and self._could_gain(shapes, source, other):
                 return False
         return True
 

@@ -9,6 +9,8 @@ both are chosen at once, by what is predicted (cluster/router/placing/predicting
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ from cluster.router.health.shunned import BARRED, BROKEN
 from cluster.router.options import RouterOptions
 from cluster.router.placing.handoff_times import HandoffTimes
 from cluster.router.placing.lending import lend
-from cluster.router.placing.predicting import Target, best_predicted, is_better
+from cluster.router.placing.predicting import Target, best_predicted, could_gain, is_better
 
 MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 
@@ -209,6 +211,17 @@ class Placing:
         target = self.target_of(shape)
         has_targets = target.ttft_s or target.tpot_s or to.tpots_s
         return not has_targets or is_better(shape, target, source, to)
+
+    def could_gain(self, shapes: Sequence[RequestShape], source: DecodeAccount, to: DecodeAccount) -> bool:
+        """Whether `is_better` may be true of one of these, or of what they have grown to by now."""
+        least_len, loosest_s, own = sys.maxsize, 0.0, self._target
+        for shape in shapes:
+            tpot_s = shape.slo_tpot_s or own.tpot_s
+            if not (tpot_s or shape.slo_ttft_s or own.ttft_s or to.tpots_s):
+                return True  # where nobody has a target, nobody asks
+            least_len = min(least_len, shape.prompt_len)
+            loosest_s = max(loosest_s, tpot_s or math.inf)
+        return could_gain(source, to, least_len, loosest_s)
 
     def elsewhere(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
         """Another decode worker that has pages for it now; not the one that has read it, if that decodes, too."""

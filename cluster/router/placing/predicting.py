@@ -161,12 +161,12 @@ def is_better(shape: RequestShape, target: Target, source: DecodeAccount, to: De
     return written.is_kept and written.takes_s < token_s(source)
 
 
-def could_gain(source: DecodeAccount, to: DecodeAccount) -> bool:
-    """Whether `is_better` may be true of some request, however short."""
-    if not to.wanted or source.report.costs is None or to.report.costs is None:
-        return True
-    takes_s = _step_s(to, to.report.prompt_share, to.batch + 1, 0)
-    return takes_s < USED * to.tightest_s and takes_s < token_s(source)
+def could_gain(source: DecodeAccount, to: DecodeAccount, least_len: int, loosest_s: float) -> bool:
+    """Whether `is_better` may be true of some request of so many tokens or more, that wants so much a token or less."""
+    if source.report.costs is None or to.report.costs is None:
+        return False
+    takes_s = _step_s(to, to.report.prompt_share, to.batch + 1, least_len)
+    return takes_s < USED * min(loosest_s, to.tightest_s) and takes_s < token_s(source)
 
 
 def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s: float) -> Part:
