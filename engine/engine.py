@@ -21,6 +21,7 @@ from engine.loading.load import LoadedModel, Progress, load_both, silent
 from engine.loading.platform import Platform
 from engine.options import EngineOptions
 from engine.pages.layout import PAGE_SIZE
+from engine.parallel.mirror import drop_graphs
 from engine.pending import CheckedStep, DoneStep, PendingStep
 from engine.types import Chunk, SampledToken, SampleSpec, SamplingParams, Step
 
@@ -156,4 +157,5 @@ class Engine:
     def close(self) -> None:
         """End the engine's other processes, where it has any. A second call does nothing."""
         if self.model.ranks is not None:
+            drop_graphs(self.steps)  # which hold the process groups that end
             self.model.ranks.close()

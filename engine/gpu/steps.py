@@ -31,20 +31,30 @@ RunStep = Callable[[StepMeta, torch.Tensor | None, Callable[[int], None] | None]
 class Mirror(Protocol):
     """Where several ranks run each step: how they come to run the same one, and to have the same drawn ids."""
 
+    has_others: bool
+
     def told(self, step: Step) -> AbstractContextManager[None]:
         """The step runs inside. Raises EngineBroken."""
 
     def draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn: ...
 
+    def all_have(self, is_done: bool) -> bool:
+        """Whether it is done here and at the others, who ask the same. Raises EngineBroken."""
+
 
 class Alone:
     """There are no other ranks."""
+
+    has_others = False
 
     def told(self, step: Step) -> AbstractContextManager[None]:
         return nullcontext()
 
     def draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
         return draw(logits, plan, placed)
+
+    def all_have(self, is_done: bool) -> bool:
+        return is_done
 
 
 ALONE = Alone()

@@ -26,6 +26,7 @@ from engine.gpu.graphs import DecodeGraphs, cuda_capture, sizes_up_to
 from engine.gpu.products import with_faster_products
 from engine.gpu.staging import Uploader, on_device
 from engine.gpu.steps import GpuSteps
+from engine.gpu.together import Together
 from engine.loading.capacity import checked_free, graph_bytes, kv_budget, page_dtype, page_size
 from engine.loading.platform import OWN_PAGES
 from engine.options import EngineOptions
@@ -147,6 +148,7 @@ class GpuPlatform:
         self, model: PagedModel, pages: KvPages, options: EngineOptions, info: ModelInfo
     ) -> DecodeGraphs | None:
         assert isinstance(model.backend, FlashInferBackend)
+        together = Together(model.mirror)
         graphs = DecodeGraphs(
             device=self.device,
             sizes=sizes_up_to(options.max_graph_batch),
@@ -154,8 +156,8 @@ class GpuPlatform:
             reserved_page=pages.memory.layout.num_pages - OWN_PAGES,
             max_pages=-(-info.max_model_len // model.page_size),
             backend=model.backend,
-            run=lambda meta: model.run(pages, meta, None),
-            capture=self.capture_steps(),
+            run=together.computed(lambda meta: model.run(pages, meta, None)),
+            capture=self.capture_steps(together),
             has_rope_lengths=info.rope is not None,
         )
         return graphs if graphs.sizes else None
@@ -163,9 +165,9 @@ class GpuPlatform:
     def capture(self) -> Capture:
         return cuda_capture(self.device)
 
-    def capture_steps(self) -> Capture:
+    def capture_steps(self, together: Together) -> Capture:
         """Of decode steps, most of whose time is products."""
-        return with_faster_products(self.capture(), seconds_of)
+        return with_faster_products(together.capture(self.capture()), together.computed(seconds_of))
 
 
 def why_not_layer(probe: Probe, kv_dtype: torch.dtype) -> str:

@@ -139,7 +139,8 @@ class StartedTeam:
         if self._device.type == "cuda":
             self._processes.on_broken = groups.abort
         ids = groups.collectives if self._position.stage.size == 1 else None
-        mirror = LeaderMirror(partial(telling, self._processes), ids)
+        all_have = partial(self._processes.all_have, timeout_s=LOAD_TIMEOUT_S)
+        mirror = LeaderMirror(partial(telling, self._processes), ids, all_have)
         return _Meeting(groups.collectives, groups.into, mirror=mirror, end=groups.abort)
 
     def close(self) -> None:

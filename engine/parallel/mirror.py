@@ -21,7 +21,7 @@ import torch
 
 from engine.gpu.steps import Alone
 from engine.kept import KeptPages
-from engine.parallel.frames import Frame
+from engine.parallel.frames import Channel, Frame
 from engine.parallel.meetings import nobody
 from engine.sampling.device import Drawn, draw
 from engine.sampling.plan import SamplingPlan
@@ -89,7 +89,8 @@ def graph_sizes(steps: Any) -> tuple[int, ...]:
 
 
 def drop_graphs(steps: Any) -> None:
-    steps.graphs = None
+    if graph_sizes(steps):
+        steps.graphs = None
 
 
 class Broadcast(Protocol):
@@ -97,11 +98,19 @@ class Broadcast(Protocol):
 
 
 class LeaderMirror:
-    def __init__(self, tell: Callable[[Frame], AbstractContextManager[None]], group: Broadcast | None) -> None:
+    has_others = True
+
+    def __init__(
+        self,
+        tell: Callable[[Frame], AbstractContextManager[None]],
+        group: Broadcast | None,
+        all_have: Callable[[bool], bool],
+    ) -> None:
         """`tell` sends a frame to every process; what they then run together stands inside. `group`: of the ranks that
         want the drawn ids; None: there are stages."""
         self._tell = tell
         self._group = group
+        self.all_have = all_have
 
     def told(self, step: Step) -> AbstractContextManager[None]:
         if self._group is None:
@@ -117,8 +126,19 @@ class LeaderMirror:
 
 
 class RankMirror(Alone):
-    def __init__(self, group: Broadcast | None) -> None:
+    has_others = True
+
+    def __init__(self, group: Broadcast | None, leader: Channel) -> None:
         self._group = group
+        self._leader = leader
+
+    def all_have(self, is_done: bool) -> bool:
+        """As the leader says, who hears it of all. Raises ConnectionError when that has ended."""
+        self._leader.send(Frame("done", {"is_done": is_done}))
+        said = self._leader.receive()
+        if said is None:
+            raise ConnectionError("the leader has ended")
+        return bool(said.fields["is_done"])
 
     def draw(self, logits: torch.Tensor, plan: SamplingPlan, placed: Mapping[str, torch.Tensor]) -> Drawn:
         """What the leader has drawn; where there are stages, whatever: nobody reads it."""

@@ -3,13 +3,14 @@ current stream, so that a CUDA graph holds them; gloo on CPUs, where it proves t
 
 The groups are outside any default one. Those of one meet at a file in a folder that only this user may enter, so no
 store has a port. NCCL ends nothing by itself (its watchdog only watches): who hears that a process is lost calls
-`abort`, and what waits on the GPU ends.
+`abort`, and what waits on the GPU ends. A communicator is given back only when no graph holds it any more.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,11 @@ from engine.parallel.shard import Position, Shard
 
 dist: Any = torch.distributed  # its names are not all in its type stubs
 WATCHDOG_S = 86_400.0  # NCCL's own timeout, out of the way
-NCCL_DEFAULTS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+NCCL_DEFAULTS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # for which it would look into the store each second, which is gone by then
+}
 
 
 def check_gpus(options: EngineOptions, device: torch.device) -> None:
@@ -83,40 +88,34 @@ class GroupCollectives:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, in its place: a product that nobody else reads."""
         total = x.contiguous()
-        self._group.allreduce([total]).wait()
+        _queue(self._group.allreduce([total], _here(dist.AllreduceOptions())))
         return total
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """At rank 0 all ranks' `x` side by side in the last dimension; elsewhere the rank's own."""
         x = x.contiguous()
         parts = x.new_empty(self._shard.size, *x.shape)
-        self._group._allgather_base(parts.view(-1), x.view(-1)).wait()
+        _queue(self._group._allgather_base(parts.view(-1), x.view(-1), _here(dist.distributed_c10d.AllgatherOptions())))
         return torch.cat(list(parts), dim=-1) if self._shard.rank == 0 else x
 
     def broadcast(self, x: torch.Tensor) -> None:
         """Rank 0's `x` into all others'."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([x], options).wait()
+        _queue(self._group.broadcast([x], _from_first()))
 
     def abort(self) -> None:
-        """From any thread: what waits in the group ends, with whatever bytes. A wait of gloo's ends by its timeout."""
+        """What waits in the group ends, with whatever bytes. A wait of gloo's ends by its timeout. Lasts, with NCCL,
+        until no graph holds the group."""
         self._group.abort()
-
-    def close(self) -> None:
-        self.abort()
 
 
 class GroupHop:
-    """Hidden states from one process to another: the two are a group. A message is a broadcast, which NCCL launches on
-    the stream that it is called in; a send and a receive would go over one that others use."""
+    """Hidden states from one process to another: the two are a group. A message is a broadcast: a send and a receive
+    would go over a stream that others use."""
 
     def __init__(self, group: Any, like: torch.Tensor) -> None:
         """`like` [1, any, N]: hidden states, on the device."""
         self._group = group
         self._like = like
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank, self._options.rootTensor, self._options.asyncOp = 0, 0, False
 
     @classmethod
     def meet(cls, meeting: Path, rank: int, like: torch.Tensor, timeout_s: float) -> GroupHop:
@@ -135,12 +134,28 @@ class GroupHop:
 
     def _message(self, x: torch.Tensor) -> None:
         """From rank 0's `x` into the other's."""
-        work = self._group.broadcast([x], self._options)
-        if work is not None:
-            work.wait()
+        _queue(self._group.broadcast([x], _from_first()))
 
     def abort(self) -> None:
         self._group.abort()
+
+
+def _here(options: Any) -> Any:
+    """NCCL launches on the stream that it is called in, not on one of its own that waits for that and is waited for."""
+    options.asyncOp = False
+    return options
+
+
+def _from_first() -> Any:
+    options = _here(dist.BroadcastOptions())
+    options.rootRank, options.rootTensor = 0, 0
+    return options
+
+
+def _queue(work: Any) -> None:
+    """On a CPU it is done then."""
+    if work is not None:
+        work.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +165,7 @@ class Groups:
     collectives: GroupCollectives | None
     into: GroupHop | None
     out: GroupHop | None
+    _once: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def meet(cls, folder: Path, position: Position, like: torch.Tensor, timeout_s: float) -> Groups:
@@ -166,6 +182,10 @@ class Groups:
         )
 
     def abort(self) -> None:
+        """From any thread, and once. Nobody waits until it is done: while a graph holds one of them that is never, but
+        what waits on the GPU ends all the same. So each has a thread of its own, and none keeps the process."""
+        if not self._once.acquire(blocking=False):
+            return
         for group in (self.collectives, self.into, self.out):
             if group is not None:
-                group.abort()
+                threading.Thread(target=group.abort, name="abort of a process group", daemon=True).start()

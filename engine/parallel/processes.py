@@ -37,7 +37,7 @@ SEND_TIMEOUT_S = 30.0  # a process that lives and reads nothing
 NEWS_S = 0.5  # what failed here may be what a rank's end brought about, which is heard of a moment later
 LOOK_S = 0.5
 STOPPED_LOOKS = 4  # in a row that find one stopped (SIGSTOP): nothing is heard of it, and in a step all wait for it
-ANSWERS = ("met", "share", "fit", "steps")
+ANSWERS = ("met", "share", "fit", "steps", "done")
 OF_PASSES = ("hidden", "layer")
 END_TIMEOUT_S = 2.0  # that one whose socket has closed may take to end
 
@@ -120,15 +120,26 @@ class Processes:
             self._answers.clear()
         self.send(frame)
         result = act()
+        return self._answered(frame.kind, kind, timeout_s), result
+
+    def all_have(self, is_done: bool, *, timeout_s: float) -> bool:
+        """Whether it is done here and at all of them, who are told. They ask at the same time. Raises EngineBroken."""
+        answers = self._answered("done", "done", timeout_s)
+        is_done = is_done and all(answer.fields["is_done"] for answer in answers)
+        self.send(Frame("done", {"is_done": is_done}))
+        return is_done
+
+    def _answered(self, asked: str, kind: str, timeout_s: float) -> list[Frame]:
         with self._changed:
             done = self._changed.wait_for(
                 lambda: len(self._answers) == len(self._processes) or bool(self._broken), timeout_s
             )
+            answers = [self._answers[number] for number in self._channels if number in self._answers]
+            self._answers.clear()  # to what is asked next they answer when they are told this
         self.check()
-        answers = [self._answers[number] for number in self._channels if number in self._answers]
         if not done or any(answer.kind != kind for answer in answers):
-            raise self.broke(f"the other processes have not answered {frame.kind!r} after {timeout_s:g} s")
-        return answers, result
+            raise self.broke(f"the other processes have not answered {asked!r} after {timeout_s:g} s")
+        return answers
 
     def wait_loaded(self, timeout_s: float) -> None:
         """Raises UnsupportedModel for what one refuses, EngineBroken when one is lost or late."""

@@ -112,7 +112,7 @@ class Rank:
         groups = Groups.meet(Path(frame.fields["folder"]), self._position, like, timeout_s)
         self._meet(groups.collectives, groups.into, groups.out)
         ids = groups.collectives if self._position.stage.size == 1 else None
-        self._model = replace(self._model, mirror=RankMirror(ids))
+        self._model = replace(self._model, mirror=RankMirror(ids, self._channel))
         self._channel.send(Frame("met"))
 
     def _meet(self, collectives: Reduce | None, into: Into | None, out: Out | None) -> None:

@@ -18,6 +18,7 @@ from engine.attention.probe import Probe
 from engine.engine import Engine
 from engine.fused.gpu import FlashInferKernels, TorchKernels
 from engine.fused.kernels import Kernels
+from engine.gpu.together import Together
 from engine.loading.capacity import page_dtype, page_size
 from engine.loading.gpu import GpuPlatform, shapes_of
 from engine.options import EngineOptions
@@ -53,8 +54,8 @@ class RehearsedGpu(GpuPlatform):
     def capture(self) -> Callable[..., tuple[Callable[[], object], torch.Tensor]]:
         return run_again
 
-    def capture_steps(self) -> Callable[..., tuple[Callable[[], object], torch.Tensor]]:
-        return self.capture()
+    def capture_steps(self, together: Together) -> Callable[..., tuple[Callable[[], object], torch.Tensor]]:
+        return together.capture(self.capture())
 
 
 def rehearse(

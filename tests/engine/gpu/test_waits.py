@@ -17,6 +17,7 @@ from engine.attention.probe import Probe
 from engine.attention.torch_backend import TorchBackend
 from engine.device import Capture
 from engine.engine import Engine
+from engine.gpu.together import Together
 from engine.loading import load as loading
 from engine.loading.gpu import GpuPlatform
 from engine.options import EngineOptions
@@ -82,7 +83,7 @@ def library(gpu: FakeGpu) -> Any:
 
 
 class Captured(GpuPlatform):
-    def capture_steps(self) -> Capture:
+    def capture_steps(self, together: Together) -> Capture:
         return run_again
 
 

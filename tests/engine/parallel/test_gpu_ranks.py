@@ -12,6 +12,9 @@ import signal
 import socket
 import subprocess
 import threading
+import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +23,22 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import EngineBroken
+from engine.gpu.together import Together
 from engine.kept import KeptPages
 from engine.options import EngineOptions
 from engine.parallel import leader, rank
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.messages import info_of, steps_frame
 from engine.parallel.mirror import chunks_frame, step_of
-from engine.parallel.process_group import check_gpus
+from engine.parallel.process_group import GroupCollectives, GroupHop, Groups, check_gpus
 from engine.parallel.processes import SEND_TIMEOUT_S, Processes
+from engine.parallel.shard import Shard
 from engine.types import PENDING, Chunk, LengthRope, ModelInfo, SampleSpec, SamplingParams, Step
 from engine.weights import experts
 from tests.engine.attention import fake_flashinfer
 from tests.engine.parallel.test_tensor_parallel import GREEDY, SEEDED, load, tokens_of, wait_until_gone
 from tests.engine.rehearsal import RehearsedGpu, rehearse
-from tests.engine.test_engine import greedy, prompts, save
+from tests.engine.test_engine import VOCAB, greedy, prompts, save
 from tests.engine.test_rehearsal import counted_replays, overlapped
 from tests.forked import forked_ranks
 from tests.zoo import make_tiny_model
@@ -42,6 +47,8 @@ __all__ = ["forked_ranks"]
 
 LENGTHS = (21, 5, 33)
 NEW_TOKENS = 6
+SIZES = (1, 2, 4, 6)  # of graphs
+REHEARSED: dict[str, Any] = {"num_pages": 64, "dtype": "float32", "device": "cpu", "max_graph_batch": max(SIZES)}
 
 
 class RankThread:
@@ -63,10 +70,12 @@ class RankThread:
 
 
 class RanksInThreads(Processes):
+    platform: type[RehearsedGpu] = RehearsedGpu
+
     def _start(self, number: int) -> None:
         ours, theirs = socket.socketpair()
         ours.settimeout(SEND_TIMEOUT_S)
-        platform = RehearsedGpu("tensor", True, fake_flashinfer)
+        platform = self.platform("tensor", True, fake_flashinfer)
         thread = threading.Thread(target=rank.run, args=(Channel(theirs), number, self._options, platform), daemon=True)
         process: Any = RankThread(theirs, thread)
         self._processes[number], self._channels[number] = process, Channel(ours)
@@ -107,6 +116,160 @@ def test_others_take_the_leader_s_steps_in_graphs_or_by_layers(
         assert greedy(many, prompts(LENGTHS), NEW_TOKENS, chunk=16) == wanted
     finally:
         many.close()
+
+
+Captured = tuple[Callable[[], object], torch.Tensor]
+
+
+class ShortOfMemory(RehearsedGpu):
+    """Computes nothing while it captures, as a GPU does, and has no memory for the second of the graphs, which has four
+    rows."""
+
+    failing = 2
+
+    def capture(self) -> Callable[..., Captured]:
+        count = 0
+
+        def capture(run: Callable[[], torch.Tensor]) -> Captured:
+            nonlocal count
+            count += 1
+            if count == self.failing:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            logits = torch.zeros(max(SIZES), VOCAB)
+
+            def replay() -> None:
+                rows = run()
+                logits[: len(rows), : rows.shape[-1]] = rows  # a rank has a part of the vocabulary
+
+            return replay, logits
+
+        return capture
+
+
+class Roomy(ShortOfMemory):
+    failing = 0
+
+
+class Failing(RehearsedGpu):
+    """Has no memory for a step that is no graph."""
+
+    def capture_steps(self, together: Together) -> Callable[..., Captured]:
+        def fails(_: object) -> Captured:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        return together.computed(fails)
+
+
+@pytest.mark.parametrize("lacks", ["rank", "leader"])
+def test_a_graph_that_one_of_them_cannot_capture_none_has(
+    directory: str, lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for it in the graph's sums."""
+    short, roomy = ShortOfMemory, Roomy
+    monkeypatch.setattr(leader, "Processes", RanksInThreads)
+    monkeypatch.setattr(RanksInThreads, "platform", short if lacks == "rank" else roomy)
+    platform = (roomy if lacks == "rank" else short)("tensor", True, fake_flashinfer)
+    options = EngineOptions(model=directory, tensor_parallel=2, collectives="process_group", **REHEARSED)
+    two = Engine.load(options, platform=platform)
+    try:
+        graphs = two.steps.graphs  # type: ignore[attr-defined]
+        assert graphs is not None
+        assert graphs.sizes == (1, 2, max(SIZES))
+        replays = counted_replays(two)
+        wanted = greedy(rehearse(directory), prompts(LENGTHS), NEW_TOKENS, chunk=16)
+        assert greedy(two, prompts(LENGTHS), NEW_TOKENS, chunk=16) == wanted
+        assert replays
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize("fails", ["rank", "leader"])
+def test_a_step_that_one_of_them_cannot_compute_at_load_ends_the_load(
+    directory: str, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not leave the others waiting."""
+    monkeypatch.setattr(leader, "Processes", RanksInThreads)
+    monkeypatch.setattr(RanksInThreads, "platform", Failing if fails == "rank" else Roomy)
+    platform = (Roomy if fails == "rank" else Failing)("tensor", True, fake_flashinfer)
+    options = EngineOptions(model=directory, tensor_parallel=2, collectives="process_group", **REHEARSED)
+    who = "rank 1" if fails == "rank" else "rank 0"
+    with pytest.raises(EngineBroken, match=rf"^{who} .*CUDA out of memory; give a smaller max_graph_batch, or cuda"):
+        Engine.load(options, platform=platform)
+
+
+@pytest.mark.unit
+def test_groups_are_ended_once_and_nobody_waits_for_a_graph_that_holds_one() -> None:
+    """As NCCL has it: it gives a communicator back when no graph has it any more."""
+    is_dropped, ended = threading.Event(), []
+
+    class Held:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def abort(self) -> None:
+            ended.append(self._name)
+            is_dropped.wait()
+
+    names = ("collectives", "into", "out")
+    groups = Groups(*(Held(name) for name in names))  # type: ignore[arg-type]
+    for _ in range(2):
+        groups.abort()
+    deadline_s = time.monotonic() + 10.0
+    while len(ended) < len(names) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    is_dropped.set()
+    assert sorted(ended) == sorted(names), "what waits in the second never ends, or one was ended twice"
+
+
+def test_an_engine_gives_up_its_graphs_before_it_ends_the_groups(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort, held = Groups.abort, list[bool]()
+
+    def look_and_abort(groups: Groups) -> None:
+        held.append(graphs() is not None)
+        abort(groups)
+
+    monkeypatch.setattr(leader, "Processes", RanksInThreads)
+    monkeypatch.setattr(Groups, "abort", look_and_abort)
+    two = rehearse(directory, tensor_parallel=2, collectives="process_group")
+    graphs = weakref.ref(two.steps.graphs)  # type: ignore[attr-defined]
+    assert graphs() is not None
+    two.close()
+    assert held
+    assert not any(held)
+
+
+@pytest.mark.unit
+def test_messages_go_in_the_stream_that_they_are_posted_in() -> None:
+    """One of NCCL's own would wait for that, and be waited for, at each of a step's sums."""
+
+    class Group:
+        def __init__(self) -> None:
+            self.posted: list[str] = []
+
+        def _note(self, name: str, options: Any) -> None:
+            assert not options.asyncOp, name
+            self.posted.append(name)
+
+        def allreduce(self, _: list[torch.Tensor], options: Any) -> None:
+            self._note("allreduce", options)
+
+        def _allgather_base(self, _: torch.Tensor, __: torch.Tensor, options: Any) -> None:
+            self._note("allgather", options)
+
+        def broadcast(self, _: list[torch.Tensor], options: Any) -> None:
+            assert options.rootRank == 0
+            self._note("broadcast", options)
+
+    group, x = Group(), torch.zeros(2, 4)
+    collectives, hop = GroupCollectives(group, Shard(1, 2)), GroupHop(group, x)
+    collectives.sum(x)
+    collectives.gather(x)
+    collectives.broadcast(x)
+    hop.send(x)
+    hop.receive(2)
+    assert group.posted == ["allreduce", "allgather", "broadcast", "broadcast", "broadcast"]
 
 
 def check_pending_tokens(one: Engine, many: Engine) -> None:
