@@ -23,11 +23,21 @@ from kv_transfer.base import Segment
 from kv_transfer.transports.faulty import Faults
 from kvrelay.client.client import AsyncClient
 from tests.serving.conftest import ModelDir
-from tests.serving.harness import ROUTER, WAIT_S, engine_with, random_prompt, transformers_tokens, until, worker_with
+from tests.serving.harness import (
+    ROUTER,
+    WAIT_S,
+    Gate,
+    engine_with,
+    random_prompt,
+    transformers_tokens,
+    until,
+    worker_with,
+)
 from worker.driver import Worker
 
 PROMPT_LENS = (70, 33)
 NEW_TOKENS = 12
+MANY_TOKENS = 60  # so that one who decodes can be moved meanwhile
 
 
 class Killer:
@@ -116,6 +126,54 @@ async def test_whoever_loses_a_rank_whenever_the_client_gets_its_tokens(model_di
         assert (len(cluster.prefill), len(cluster.decode)) == (1, 1)
         await until(lambda: not any(map(psutil.pid_exists, killer.pids)), "a killed rank is waited for")
         cluster.prefill, cluster.decode = everyone  # whom its end stops
+
+
+@pytest.mark.parametrize("end", ["source", "target"])
+async def test_whoever_loses_a_rank_in_a_move_the_client_gets_its_tokens(model_dir: ModelDir, end: str) -> None:
+    prompts = [random_prompt(length, seed) for seed, length in enumerate(PROMPT_LENS)]
+    wanted = transformers_tokens(model_dir("llama"), prompts, MANY_TOKENS)
+    killer, faults = Killer(), Faults()
+    cluster = LocalCluster(
+        str(model_dir("llama")),
+        prefill=0,
+        decode=0,
+        mixed=3,
+        engine=engine_with(tensor_parallel=2),
+        worker=worker_with(layers_per_group=1, report_interval_s=0.05),
+        router=ROUTER,
+        faults=faults,
+    )
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        everyone: list[Any] = list(cluster.mixed)
+        gates = [Gate(worker.engine, at=10) for worker in everyone]
+        how: dict[str, Any] = {"temperature": 0.0, "max_tokens": MANY_TOKENS, "min_tokens": MANY_TOKENS}
+        asking = asyncio.gather(*(client.generate(p, timeout_s=WAIT_S, **how) for p in prompts))
+
+        def decoding() -> list[Any]:
+            return [w for w in everyone if any(r.num_outputs > 1 for r in w.role.requests.values())]
+
+        await until(decoding, "one decodes")
+        source = decoding()[0]
+
+        def kill(segment: Segment) -> None:
+            if segment.layers.start:  # in the middle of it
+                target = next(worker for worker in everyone if worker.role.receiver.leases.leased_pages)
+                killer.kill(source if end == "source" else target)
+
+        killer.is_armed = True
+        faults.before_send = kill
+        source.is_draining = True
+        for gate in gates:
+            gate.open()
+        lost = await _first_broken(everyone)
+        assert (lost is source) == (end == "source")
+        await lost._server.stop(0)  # its process ends
+        cluster.mixed = [worker for worker in everyone if worker is not lost]
+        faults.before_send = None
+        assert [list(answer.token_ids) for answer in await asking] == wanted
+        await cluster.settled()
+        cluster.check_invariants()
+        cluster.mixed = everyone  # whom its end stops
 
 
 @pytest.mark.parametrize("after", ["begin", "loaded"])

@@ -28,15 +28,14 @@ from tests.serving.harness import (
 
 PROMPT_LENS = (70, 5, 33, 16, 100)
 NEW_TOKENS = 16
+DEGREES = ((1, 2), (2, 1), (2, 4), (4, 2))
+TRANSPORTS = ("loopback", "process_group", "shared_memory", "tcp")
 
 
 @pytest.mark.parametrize(
     ("model", "prefill", "decode", "transport"),
     [
-        ("llama", 2, 1, "tcp"),  # of two KV heads
-        ("llama", 1, 2, "loopback"),
-        ("llama", 2, 4, "process_group"),
-        ("llama", 4, 2, "shared_memory"),
+        *(("llama", *degrees, transport) for degrees in DEGREES for transport in TRANSPORTS),  # of two KV heads
         ("qwen3_moe", 1, 2, "shared_memory"),  # of four experts
         ("deepseek_v3", 2, 1, "tcp"),
         ("qwen3_moe", 2, 4, "loopback"),
@@ -63,6 +62,7 @@ async def test_pools_of_unequal_degrees_give_transformers_tokens(
         assert [list(completion.token_ids) for completion in found] == wanted
         assert moved["receipts_good"] == 2 * len(prompts)  # each side counts them
         assert moved["resends"] == moved["handoffs_failed"] == 0
+        assert [each.receipt.transport for each in found if each.receipt is not None] == [transport] * len(prompts)
         await cluster.settled()
         cluster.check_invariants()
         if decode == 2:
