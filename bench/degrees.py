@@ -1,20 +1,24 @@
-"""What a handoff costs more where workers' pages are divided among ranks: the copy between every pair of degrees.
+"""What a handoff costs more where workers' pages are divided among ranks: between every pair of degrees.
 
     python -m bench.degrees [--tokens N]
 
-As shared_memory does it, in this process: the pages of a prompt go from a sender's shares into a receiver's, in turns
-with the plain copy between two workers of one process each, to which the ratio is. With checksums (of whole pages, so
-that tokens are put together on the way) and without. Writes bench/results/degrees.json.
+*Handoffs*: a prompt's KV through the control stream to another process, from its last layer to the receipt, by which
+each sending rank's bytes are known. *Copies*: as shared_memory makes them, in this process: the pages of a prompt go
+from a sender's shares into a receiver's, in turns with the plain copy between two workers of one process each, to which
+the ratio is; with checksums (of whole pages, so that tokens are put together on the way) and without. Writes
+bench/results/degrees.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,18 +26,29 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common import about, save
-from bench.handoff import MODELS, layout_of, segments_of
+from bench.handoff import (
+    MODELS,
+    TIMEOUT_S,
+    connect_peer,
+    decode_process,
+    hand_off,
+    layout_of,
+    other_process,
+    segments_of,
+)
+from engine.pages.layout import KvLayout
 from engine.pages.memory import KvMemory, ShareBytes
 from engine.pages.share import Share
 from kv_transfer.checksum import RunningDigest
+from kv_transfer.options import TransferOptions
 
 DEGREES = ((1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2))  # sender's and receiver's
+TRANSPORTS = ("shared_memory", "tcp", "process_group")
 ROUNDS = 9
 
 
-def memory_of(model: str, num_tokens: int, size: int) -> KvMemory:
+def memory_of(layout: KvLayout, size: int) -> KvMemory:
     """As the leader of `size` ranks has it."""
-    layout = layout_of(model, num_tokens)
     first, *others = (KvMemory(layout, share=Share(rank, size)) for rank in range(size))
     opened = [ShareBytes(share=each.share, num_bytes=len(each.bytes), fd=os.dup(each.fd or -1)) for each in others]
     memory = KvMemory(layout, fd=os.dup(first.fd or -1), share=first.share, others=opened)
@@ -41,6 +56,29 @@ def memory_of(model: str, num_tokens: int, size: int) -> KvMemory:
     data = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
     memory.rows.scatter(range(layout.num_layers), range(layout.num_pages), data)
     return memory
+
+
+async def handed_over(model: str, num_tokens: int, transport: str) -> list[dict[str, Any]]:
+    """By `transport`, with checksums. Of each sending rank as much as the receipt says that it had."""
+    layout, options = layout_of(model, num_tokens), TransferOptions(transports=(transport,), timeout_s=TIMEOUT_S)
+    rows = []
+    for ours, theirs in DEGREES:
+        with other_process(decode_process, layout, options, partial(memory_of, size=theirs)) as pipe:
+            peer = await connect_peer(pipe, memory_of(layout, ours), options)
+            runs = [await hand_off(peer, str(turn), num_tokens) for turn in range(ROUNDS + 1)][1:]
+            await peer.close()
+        seconds = statistics.median(run["exposed_s"] for run in runs)
+        nbytes = runs[0]["bytes"]
+        rows.append(
+            {
+                "degrees": f"{ours}-{theirs}",
+                "transport": transport,
+                "gbytes_per_s": nbytes / 1e9 / seconds,
+                "by_sending_rank": [each / 1e9 / seconds for each in runs[0]["rank_bytes"] or [nbytes]],
+                "by_receiving_rank": nbytes / 1e9 / seconds / theirs,
+            }
+        )
+    return rows
 
 
 def seconds_of(source: KvMemory, target: KvMemory, order: Sequence[int], is_checked: bool) -> float:
@@ -54,8 +92,8 @@ def seconds_of(source: KvMemory, target: KvMemory, order: Sequence[int], is_chec
 
 
 def bench(model: str, num_tokens: int) -> list[dict[str, Any]]:
-    memories = {size: [memory_of(model, num_tokens, size) for _ in range(2)] for size in (1, 2, 4)}
-    layout = memories[1][0].layout
+    layout = layout_of(model, num_tokens)
+    memories = {size: [memory_of(layout, size) for _ in range(2)] for size in (1, 2, 4)}
     orders = {"consecutive": list(range(layout.num_pages)), "scattered": list(range(layout.num_pages))}
     random.Random(0).shuffle(orders["scattered"])
     nbytes, rows = layout.page_bytes() * layout.num_pages, []
@@ -74,7 +112,6 @@ def bench(model: str, num_tokens: int) -> list[dict[str, Any]]:
                     "pages": order,
                     "checksums": is_checked,
                     "gbytes_per_s": nbytes / 1e9 / median_s,
-                    "gbytes_per_s_and_rank": nbytes / 1e9 / median_s / max(ours, theirs),
                     "of_1_1": plain_s / median_s,
                 }
             )
@@ -85,15 +122,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="llama-8b")
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--quick", action="store_true", help="it takes 15 seconds as it is")
+    parser.add_argument("--quick", action="store_true", help="it takes a minute and a half as it is")
     arguments = parser.parse_args()
-    rows = bench(arguments.model, arguments.tokens)
-    table = Table("degrees", "pages", "checksums", "GB/s", "GB/s and rank", "of 1-1")
+    asked = arguments.model, arguments.tokens
+    handoffs = [row for name in TRANSPORTS for row in asyncio.run(handed_over(*asked, name))]
+    rows = bench(*asked)
+    table = Table("degrees", "transport", "GB/s", "of each sending rank", "of each receiving rank")
+    for row in handoffs:
+        sent = ", ".join(f"{each:.2f}" for each in row["by_sending_rank"])
+        received = f"{row['by_receiving_rank']:.2f}"
+        table.add_row(row["degrees"], row["transport"], f"{row['gbytes_per_s']:.2f}", sent, received)
+    Console().print(table)
+    table = Table("degrees", "pages", "checksums", "GB/s", "of 1-1")
     for row in rows:
-        figures = (f"{row[key]:.2f}" for key in ("gbytes_per_s", "gbytes_per_s_and_rank", "of_1_1"))
+        figures = f"{row['gbytes_per_s']:.2f}", f"{row['of_1_1']:.2f}"
         table.add_row(row["degrees"], row["pages"], "on" if row["checksums"] else "off", *figures)
     Console().print(table)
-    result = about() | {"model": arguments.model, "tokens": arguments.tokens, "rows": rows}
+    result = about() | {"model": arguments.model, "tokens": arguments.tokens, "handoffs": handoffs, "rows": rows}
     print(f"written to {save('degrees', result)}")
 
 

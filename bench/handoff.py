@@ -290,22 +290,23 @@ class FreeHost:
         pass
 
 
-def decode_process(pipe: Connection, layout: KvLayout, options: TransferOptions) -> None:
+def decode_process(
+    pipe: Connection, layout: KvLayout, options: TransferOptions, make: Callable[[KvLayout], KvMemory] = KvMemory
+) -> None:
     torch.set_num_threads(1)
-    asyncio.run(serve_decode(pipe, layout, options))
+    asyncio.run(serve_decode(pipe, make(layout), options))
 
 
-async def serve_decode(pipe: Connection, layout: KvLayout, options: TransferOptions) -> None:
+async def serve_decode(pipe: Connection, memory: KvMemory, options: TransferOptions) -> None:
     from kv_transfer.decode_side.servicer import HandoffServicer
     from kvrelay.v1 import worker_pb2, worker_pb2_grpc
     from worker.wire.rpc import bind, make_server, secret_door
 
-    memory = KvMemory(layout)
     memory.bytes.zero_()
     server = make_server(secret_door(SECRET))
     address = worker_pb2.WorkerAddress(name="decode-0", address=f"{HOST}:{bind(server, HOST, 0)}", incarnation="1")
     servicer = HandoffServicer(
-        FreeHost(layout.num_pages),
+        FreeHost(memory.layout.num_pages),
         memory=memory,
         me=address,
         model_fingerprint=FINGERPRINT,
@@ -337,8 +338,9 @@ async def connect_peer(pipe: Connection, memory: KvMemory, options: TransferOpti
     )
 
 
-async def hand_off(peer: Any, name: str, num_tokens: int) -> dict[str, float]:
-    """Seconds until the grant, and from there to the receipt with every layer ready at once."""
+async def hand_off(peer: Any, name: str, num_tokens: int) -> dict[str, Any]:
+    """Seconds until the grant, and from there to the receipt with every layer ready at once; and what the receipt
+    says of bytes."""
     from kvrelay.v1 import worker_pb2
 
     layout, pages = peer.memory.layout, list(range(-(-num_tokens // PAGE_SIZE)))
@@ -350,7 +352,12 @@ async def hand_off(peer: Any, name: str, num_tokens: int) -> dict[str, float]:
     for group in layer_groups(layout, len(pages), 0):
         handoff.segment_ready(group, 0, len(pages), pages)
     receipt = await handoff.commit(token_id=1, num_tokens=num_tokens, computed_ns=computed_ns)
-    return {"granted_s": granted - started, "exposed_s": time.perf_counter() - granted, "bytes": receipt.bytes}
+    return {
+        "granted_s": granted - started,
+        "exposed_s": time.perf_counter() - granted,
+        "bytes": receipt.bytes,
+        "rank_bytes": list(receipt.rank_bytes),
+    }
 
 
 async def bench_handoff(

@@ -1196,8 +1196,21 @@ def degrees(result: Mapping[str, Any]) -> str:
         [pair, *(f"{found[way]['of_1_1']:.2f} ({found[way]['gbytes_per_s']:.1f})" for way in ways)]
         for pair, found in by.items()
     ]
-    asked = f"{result['tokens']:,} tokens of {result['model']}, share of 1-1 (GB/s):"
-    return f"{asked}\n\n{table(['degrees', *columns], rows)}"
+    handoffs: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in result["handoffs"]:
+        handoffs.setdefault(row["degrees"], {})[row["transport"]] = row
+    transports = list(dict.fromkeys(row["transport"] for row in result["handoffs"]))
+    whole = [[pair, *(_by_ranks(found[name]) for name in transports)] for pair, found in handoffs.items()]
+    asked = f"{result['tokens']:,} tokens of {result['model']}"
+    return (
+        f"Handoffs of {asked}, GB/s (of each rank that sends, of each that receives):\n\n"
+        f"{table(['degrees', *transports], whole)}\n\n"
+        f"The copy alone, share of 1-1 (GB/s):\n\n{table(['degrees', *columns], rows)}"
+    )
+
+
+def _by_ranks(row: Mapping[str, Any]) -> str:
+    return f"{row['gbytes_per_s']:.2f} ({row['by_sending_rank'][0]:.2f}, {row['by_receiving_rank']:.2f})"
 
 
 def families(result: Mapping[str, Any]) -> str:
