@@ -16,6 +16,25 @@ Cause = Literal["", "step", "peer", "room", "request"]  # whose fault a failure 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Foretold:
+    """Seconds to the first token and of each after it, and what of each is wanted (0: nothing)."""
+
+    ttft_s: float
+    tpot_s: float
+    slo_ttft_s: float
+    slo_tpot_s: float
+
+    @property
+    def words(self) -> str:
+        said = []
+        if self.slo_ttft_s:
+            said.append(f"first token predicted in {self.ttft_s * 1e3:.0f} of {self.slo_ttft_s * 1e3:.0f} ms")
+        if self.slo_tpot_s:
+            said.append(f"each after it in {self.tpot_s * 1e3:.1f} of {self.slo_tpot_s * 1e3:.1f}")
+        return ", ".join(said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What was seen of the two workers when they were chosen. `words`: that say why, beside these figures."""
 
@@ -26,6 +45,7 @@ class Seen:
     total_pages: int
     batch: int
     words: str
+    foretold: Foretold | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +60,11 @@ class Assigned:
     def reason(self) -> str:
         """In words, for who asks."""
         seen = self.seen
+        words = seen.words if seen.foretold is None else seen.foretold.words
         return (
             f"{self.prefill}: {seen.queued_tokens} prompt tokens queued, {seen.cached_len} of "
             f"{seen.prompt_len} cached; {self.decode}: {seen.free_pages} of {seen.total_pages} "
-            f"pages free, batch {seen.batch}{'; ' if seen.words else ''}{seen.words}"
+            f"pages free, batch {seen.batch}{'; ' if words else ''}{words}"
         )
 
 

@@ -46,6 +46,7 @@ class GoodputProblem:
     factor: float = 1.0
     copies: int = 1  # of the system share the rate
     bottom: float = 0.0  # a rate that it will hardly fall below
+    known: Estimate | None = None  # of one rate, by the same effort or a longer one
     longer: Effort | None = None  # the rate found is verified by it
 
     def estimate(self, rate: float) -> Estimate:
@@ -71,9 +72,10 @@ class Knee:
 
 def find_goodput(problem: GoodputProblem) -> Knee:
     tried: list[Estimate] = []
+    known = problem.known
 
     def keeps(rate: float) -> bool:
-        tried.append(problem.estimate(rate))
+        tried.append(known if known is not None and known.point.rate == rate else problem.estimate(rate))
         return tried[-1].keeps_slo
 
     low, high = _bracket(problem, keeps)
@@ -89,11 +91,12 @@ def find_goodput(problem: GoodputProblem) -> Knee:
     if low:
         tried += _lower(problem, found)
     estimates = tuple(found[rate] for rate in sorted(found))
+    simulated = [estimate for estimate in tried if estimate is not known]
     return Knee(
         goodput=goodput_of(estimates, problem.targets.most_slack),
         estimates=estimates,
-        num_simulated=sum(estimate.num_simulated for estimate in tried),
-        cpu_s=sum(estimate.cpu_s for estimate in tried),
+        num_simulated=sum(estimate.num_simulated for estimate in simulated),
+        cpu_s=sum(estimate.cpu_s for estimate in simulated),
     )
 
 

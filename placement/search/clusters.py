@@ -11,20 +11,20 @@ there (placement/search/sizing.py), and hybrids of the best are cut down as far 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from placement.build.from_offers import guessing_ahead
 from placement.catalogs.base import Degrees
-from placement.goodput.estimate import Effort
+from placement.goodput.estimate import Effort, Estimate
 from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.latency.scaled import factors_of
 from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.hybrids import hybrids_of, shifted, shifts_of
 from placement.search.placements import Placement, goodput_problem, with_candidate
 from placement.search.problem import PlanSearch
-from placement.search.sizing import binding_pool, one_more, size_for_rate, sizing_job
+from placement.search.sizing import SizedPlacement, binding_pool, one_more, size_for_rate, sizing_job
 
 HYBRIDS_OF = 3  # placements, no two of the same degrees
 MOST_MOVES = 4  # of a worker from one pool to the other
@@ -116,9 +116,10 @@ def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate:
     runs."""
     sized = _sized(search, placements, rate, QUICK, "clusters for the rate")
     fewest = min((placement.candidate.gpus for placement in sized), default=0)
-    clusters = _headrooms(search, [each for each in sized if each.candidate.gpus == fewest], rate)
+    first = {placement: at for placement, at in sized.items() if placement.candidate.gpus == fewest}
+    clusters = _headrooms(search, first, rate)
     search.tell_first([cluster.goodput for cluster in clusters])
-    clusters += _headrooms(search, [each for each in sized if each.candidate.gpus > fewest], rate)
+    clusters += _headrooms(search, {each: at for each, at in sized.items() if each not in first}, rate)
     hybrids = _sized(search, _hybrids(search, clusters), rate, QUICK, "hybrids for the rate", may_grow=False)
     clusters += _headrooms(search, hybrids, rate)
     return _surely(search, clusters, partial(_sized_again, search, rate=rate))
@@ -126,16 +127,16 @@ def simulate_for_rate(search: PlanSearch, placements: Sequence[Placement], rate:
 
 def _sized_again(search: PlanSearch, clusters: Clusters, rate: float) -> Clusters:
     """By longer runs, and larger where the longest miss the rate."""
-    placements = _sized(search, [cluster.placement for cluster in clusters], rate, SIZING, "the best for the rate")
+    sized = _sized(search, [cluster.placement for cluster in clusters], rate, SIZING, "the best for the rate")
     known = {cluster.placement.candidate: cluster for cluster in clusters}
-    as_before = [known[placement.candidate] for placement in placements if placement.candidate in known]
-    others = [placement for placement in placements if placement.candidate not in known]
+    as_before = [known[placement.candidate] for placement in sized if placement.candidate in known]
+    others = {placement: at for placement, at in sized.items() if placement.candidate not in known}
     searched = _searched(search, as_before + _headrooms(search, others, rate))
     found = list(searched)
     for _ in range(MOST_GROWN):
         if not (grown := _grown(searched, found, rate)):
             break
-        searched = _searched(search, _headrooms(search, grown, rate))
+        searched = _searched(search, _headrooms(search, dict.fromkeys(grown), rate))
         found += searched
     return found
 
@@ -161,21 +162,21 @@ def _sized(
     what: str,
     *,
     may_grow: bool = True,
-) -> list[Placement]:
-    """Those that keep the SLO at the rate, with as many workers as that takes."""
+) -> dict[Placement, Estimate]:
+    """Those that keep the SLO at the rate, with as many workers as that takes; and how they keep it."""
     effort = effort.times(search.question.thoroughness)
     jobs = [replace(sizing_job(search.problem, each, rate, effort), may_grow=may_grow) for each in placements]
-    by_candidate: dict[Candidate, Placement] = {}
+    by_candidate: dict[Candidate, SizedPlacement] = {}
     for sized in search.done(size_for_rate, jobs, what):
-        if sized.keeps_slo:
-            by_candidate.setdefault(sized.placement.candidate, sized.placement)
-    return list(by_candidate.values())
+        if sized.at_rate.keeps_slo:
+            by_candidate.setdefault(sized.placement.candidate, sized)
+    return {sized.placement: sized.at_rate for sized in by_candidate.values()}
 
 
-def _headrooms(search: PlanSearch, placements: Sequence[Placement], rate: float) -> Clusters:
-    """By how much each keeps more than the rate."""
-    problems = [_quickly(search, placement, 0.9 * rate, 1.25 * rate) for placement in placements]
-    return _clusters(search, placements, problems, "headroom")
+def _headrooms(search: PlanSearch, at_rate: Mapping[Placement, Estimate | None], rate: float) -> Clusters:
+    """By how much each keeps more than the rate, at which it may have been simulated."""
+    problems = [replace(_quickly(search, each, rate, 1.25 * rate), known=at) for each, at in at_rate.items()]
+    return _clusters(search, list(at_rate), problems, "headroom")
 
 
 # with guesses ahead
@@ -191,8 +192,8 @@ def simulate_guessing(search: PlanSearch, clusters: Sequence[SimulatedCluster]) 
     if not guessing:
         return []
     if rate := search.question.rate:
-        guessing = _sized(search, guessing, rate, SIZING, "guessing ahead, for the rate", may_grow=False)
-        return _searched(search, _headrooms(search, guessing, rate))
+        sized = _sized(search, guessing, rate, SIZING, "guessing ahead, for the rate", may_grow=False)
+        return _searched(search, _headrooms(search, sized, rate))
     return _searched(search, _looked_at(search, guessing, "guessing ahead"))
 
 

@@ -77,7 +77,7 @@ def sizing_job(problem: PlacementProblem, placement: Placement, rate: float, eff
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizedPlacement:
     placement: Placement
-    keeps_slo: bool
+    at_rate: Estimate
     num_simulated: int
     cpu_s: float
 
@@ -101,6 +101,7 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
         return job.offers[degrees, within_node]
 
     log = [0, 0.0]
+    looked_at: dict[Candidate, Estimate] = {}
 
     def look(candidate: Candidate) -> Estimate:
         placement = with_candidate(job.placement, candidate)
@@ -115,6 +116,7 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
         )
         log[0] += estimated.num_simulated
         log[1] += estimated.cpu_s
+        looked_at[candidate] = estimated
         return estimated
 
     candidate = job.placement.candidate
@@ -127,7 +129,8 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     if estimated.keeps_slo:
         candidate = _trimmed(job.placement, candidate, look)
     placement = replace(with_candidate(job.placement, candidate), promised=job.rate)
-    return SizedPlacement(placement=placement, keeps_slo=estimated.keeps_slo, num_simulated=int(log[0]), cpu_s=log[1])
+    at_rate = looked_at[candidate]
+    return SizedPlacement(placement=placement, at_rate=at_rate, num_simulated=int(log[0]), cpu_s=log[1])
 
 
 def one_more(placement: Placement, candidate: Candidate, now: Estimate) -> Candidate:

@@ -148,7 +148,7 @@ def _priced(search: PlanSearch, unit: str, count: int) -> str:
 
 def _on_twice(search: PlanSearch, placements: Sequence[Placement], rate: float) -> str:
     sized = search.done(size_for_rate, [_twice(search, each, rate) for each in placements], "twice the rate")
-    kept = [each.placement.candidate for each in sized if each.keeps_slo]
+    kept = [each.placement.candidate for each in sized if each.at_rate.keeps_slo]
     if not kept:
         return f"At twice the rate, {rate:g} requests/s, none of the best placements keeps the targets, however grown."
     best = min(kept, key=lambda candidate: candidate.gpus)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cluster.router.accounts import DecodeAccount, Past, PrefillAccount, RequestShape, RoutedRequest
 from cluster.router.candidates.decode import DecodeCandidates
 from cluster.router.candidates.prefill import PrefillCandidates
-from cluster.router.decisions import Seen
+from cluster.router.decisions import Foretold, Seen
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
 from cluster.router.health.shunned import BARRED, BROKEN
@@ -34,6 +34,7 @@ class Placed:
     prefill: PrefillAccount
     decode: DecodeAccount
     words: str = ""  # that say why, beside the figures
+    foretold: Foretold | None = None  # likewise
 
     def seen(self, shape: RequestShape) -> Seen:
         prefill, decode = self.prefill, self.decode
@@ -45,6 +46,7 @@ class Placed:
             total_pages=decode.view.total_pages,
             batch=decode.batch,
             words=self.words,
+            foretold=self.foretold,
         )
 
 
@@ -177,8 +179,10 @@ class Placing:
         )
         if best is None:
             return None
-        words = target.words(best.read.takes_s, best.written.takes_s)
-        return Placed(prefill=best.prefill, decode=best.decode, words=words)
+        foretold = Foretold(
+            ttft_s=best.read.takes_s, tpot_s=best.written.takes_s, slo_ttft_s=target.ttft_s, slo_tpot_s=target.tpot_s
+        )
+        return Placed(prefill=best.prefill, decode=best.decode, foretold=foretold)
 
     def _may_predict(self, request: RoutedRequest) -> bool:
         if not self._prefill.has_both:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.router.accounts import DecodeAccount, PrefillAccount, RequestShape
 from cluster.router.placing.handoff_times import NO_WAIT, HandoffTimes
@@ -35,14 +35,6 @@ class Target:
 
     ttft_s: float
     tpot_s: float
-
-    def words(self, ttft_s: float, tpot_s: float) -> str:
-        said = []
-        if self.ttft_s:
-            said.append(f"first token predicted in {ttft_s * 1e3:.0f} of {self.ttft_s * 1e3:.0f} ms")
-        if self.tpot_s:
-            said.append(f"each after it in {tpot_s * 1e3:.1f} of {self.tpot_s * 1e3:.1f}")
-        return ", ".join(said)
 
 
 NO_TARGET = Target(ttft_s=0.0, tpot_s=0.0)
@@ -132,7 +124,8 @@ def _handed_over(
         return predicted
     takes_s = written.takes_s + wait.exposed_s / max(1, min(OUTPUT_TOKENS, shape.max_tokens))
     is_kept = written.is_kept and takes_s < (USED * target.tpot_s or math.inf)
-    return replace(predicted, written=Part(takes_s, is_kept, written.cost_s + wait.cost_s))
+    later = Part(takes_s, is_kept, written.cost_s + wait.cost_s)
+    return Predicted(predicted.prefill, predicted.decode, read, later)
 
 
 def read_s(account: PrefillAccount, shape: RequestShape) -> float:

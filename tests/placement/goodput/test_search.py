@@ -54,6 +54,15 @@ def test_a_rate_asked_for_far_below_the_goodput_does_not_hide_it(rate: float) ->
     assert found.value == pytest.approx(rate_of_formula(), rel=0.06)
 
 
+def test_what_is_known_of_a_rate_is_not_simulated_again() -> None:
+    asked = problem(bottom=5.0, top=8.0)
+    anew, known = find_goodput(asked), asked.estimate(5.0)
+    found = find_goodput(replace(asked, known=known))
+    assert found.goodput == anew.goodput
+    assert any(each is known for each in found.estimates)
+    assert found.num_simulated == anew.num_simulated - known.num_simulated
+
+
 def test_looser_targets_never_lower_the_goodput() -> None:
     found = [
         find_goodput(problem(targets=Targets(slo=Slo(ttft_s=ttft_s, attainment=share)))).goodput.value

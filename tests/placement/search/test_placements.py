@@ -141,8 +141,8 @@ def test_what_is_sized_for_a_rate_hands_over_by_the_slow_link_once_it_outgrows_a
     (placement, *_) = placements_for_rate(small, [worker(1, 9.0)], [worker(1, 9.0)], rate=8)
     assert placement.within_node
     few, many = (size_for_rate(sizing_job(small, placement, rate, SCREENING)) for rate in (4.0, 25.0))
-    assert few.keeps_slo
-    assert not many.keeps_slo, "three workers are on two nodes, where a prompt's KV takes 5 s"
+    assert few.at_rate.keeps_slo
+    assert not many.at_rate.keeps_slo, "three workers are on two nodes, where a prompt's KV takes 5 s"
 
 
 def test_prompts_that_share_prefixes_are_screened_too() -> None:

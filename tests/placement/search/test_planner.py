@@ -237,7 +237,7 @@ def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
 
     few, many = sized(2.0), sized(100.0)
     assert [pool.replicas for pool in few.placement.candidate.pools] == [1, 1]
-    assert (few.keeps_slo, many.keeps_slo) == (True, False)
+    assert (few.at_rate.keeps_slo, many.at_rate.keeps_slo) == (True, False)
     assert [pool.replicas for pool in many.placement.candidate.pools] == [2, 1]
 
 
