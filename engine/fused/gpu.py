@@ -19,8 +19,14 @@ from engine.attention.forward_pass import ForwardPass
 from engine.fused.kernels import Heads, MakeRotation, NormWeight, RopeTable, Rotation
 from engine.weights.ropes import TurnedByLength
 
+RotateAndWrite = Callable[..., torch.Tensor]  # rotary_kernel.rotate_and_write, or its like
+
 
 class TorchKernels:
+    def __init__(self, rotate_and_write: RotateAndWrite | None = None) -> None:
+        """`rotate_and_write`: one kernel for both, taken for a table's rotation over pages in the rows' dtype."""
+        self._rotate_and_write = rotate_and_write
+
     def linear(
         self,
         weight_ON: torch.Tensor,
@@ -57,8 +63,14 @@ class TorchKernels:
         if heads.q_norm is not None and heads.k_norm is not None:
             q = self.norm(_by_head(q, dim), heads.q_norm).flatten(1)
             k = self.norm(_by_head(k, dim), heads.k_norm).flatten(1)
-        q_THD, k_TGD = self.rotate(q, k, rotation, dim)
-        state.write(layer, k_TGD, _by_head(v, dim))
+        k_pages, v_pages, v_TGD = state.memory.k(layer), state.memory.v(layer), _by_head(v, dim)
+        run = self._rotate_and_write
+        if run is None or not isinstance(rotation, RopeTable) or k_pages.dtype != qkv.dtype:
+            q_THD, k_TGD = self.rotate(q, k, rotation, dim)
+            state.write(layer, k_TGD, v_TGD)
+            return q_THD
+        q_THD = run(_by_head(q, dim), _by_head(k, dim), v_TGD, rotation, k_pages, v_pages, state.meta.slots)
+        state.tell(layer)
         return q_THD
 
     def rotation(self, rotary: nn.Module, like: torch.Tensor, dim: int, max_len: int) -> MakeRotation | None:
@@ -91,8 +103,9 @@ class TorchKernels:
 class FlashInferKernels(TorchKernels):
     """Half precision only."""
 
-    def __init__(self, flashinfer: Any) -> None:
+    def __init__(self, flashinfer: Any, rotate_and_write: RotateAndWrite | None = None) -> None:
         """`flashinfer`: the package, or what stands in for it."""
+        super().__init__(rotate_and_write)
         self._library = flashinfer
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:

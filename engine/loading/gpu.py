@@ -19,7 +19,8 @@ from engine.attention.flashinfer.timing import Limits, Stopwatch, seconds_of
 from engine.attention.probe import LayerProbe, Probe
 from engine.attention.registry import make_backend
 from engine.device import Capture
-from engine.fused.gpu import FlashInferKernels, TorchKernels
+from engine.fused import rotary_choice
+from engine.fused.gpu import TorchKernels
 from engine.fused.kernels import Kernels
 from engine.fused.recognise import fuse
 from engine.gpu.graphs import DecodeGraphs, cuda_capture, sizes_up_to
@@ -86,7 +87,7 @@ class GpuPlatform:
     def fused_kernels(self, backend: AttentionBackend, dtype: torch.dtype) -> Kernels:
         """FlashInfer's, or plain torch where it is missing or the dtype is not its own."""
         if isinstance(backend, FlashInferBackend) and dtype in HALF:
-            return FlashInferKernels(backend.flashinfer.module)
+            return rotary_choice.chosen(backend, Stopwatch.on(self.device, self.capture()))
         return TorchKernels()
 
     def peak_bytes(

@@ -17,7 +17,7 @@ from engine.attention.flashinfer.wrappers import FlashInfer
 from engine.attention.probe import Probe
 from engine.engine import Engine
 from engine.fused.gpu import FlashInferKernels, TorchKernels
-from engine.fused.kernels import Kernels
+from engine.fused.kernels import Kernels, RopeTable
 from engine.gpu.together import Together
 from engine.loading.capacity import page_dtype, page_size
 from engine.loading.gpu import GpuPlatform, shapes_of
@@ -29,6 +29,26 @@ def run_again(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], to
     """As a graph: the output's place stays, its content is the last replay's."""
     output = run()
     return (lambda: output.copy_(run())), output
+
+
+def rotate_and_write(
+    q_THD: torch.Tensor,
+    k_TGD: torch.Tensor,
+    v_TGD: torch.Tensor,
+    table: RopeTable,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots_T: torch.Tensor,
+) -> torch.Tensor:
+    """What stands for the kernel of engine/fused/rotary_kernel.py."""
+    library: Any = fake_flashinfer
+    q: torch.Tensor
+    q, k = library.apply_rope_with_cos_sin_cache(
+        table.positions, q_THD.flatten(1), k_TGD.flatten(1), q_THD.shape[-1], table.cos_sin
+    )
+    for rows, pages in ((k, k_pages), (v_TGD.flatten(1), v_pages)):
+        pages.view(-1, rows.shape[1])[slots_T] = rows
+    return q.view(q_THD.shape)
 
 
 class RehearsedGpu(GpuPlatform):
@@ -46,7 +66,7 @@ class RehearsedGpu(GpuPlatform):
         return FlashInferBackend(FlashInfer.on(self.device, self._library), dict.fromkeys(shapes, choice))
 
     def fused_kernels(self, backend: AttentionBackend, dtype: torch.dtype) -> Kernels:
-        return FlashInferKernels(self._library) if self._fused else TorchKernels()
+        return FlashInferKernels(self._library, rotate_and_write) if self._fused else TorchKernels()
 
     def peak_bytes(self, *args: object) -> int:
         return 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 PATIENCE = 4  # of a rehearsal, on two slow cores
+CORRECTNESS = ("attention", "fp8", "rotation", "sampling", "ranks")  # files of tests/gpu
 
 # What other parts do again, and longer, is left out of the tests.
 IN_OTHER_PARTS = (
@@ -74,9 +75,7 @@ def parts_of(*, rehearse: bool, model: str | None, out: Path) -> tuple[Part, ...
         program("engine", 50, 120),
         # About 100 cases of attention at a second or less, 60 of drawing, a few engines with fp8 pages, and where there
         # are two GPUs workers over both.
-        tests(
-            "correctness", 60, 150, *(f"tests/gpu/test_{name}.py" for name in ("attention", "fp8", "sampling", "ranks"))
-        ),
+        tests("correctness", 60, 150, *(f"tests/gpu/test_{name}.py" for name in CORRECTNESS)),
         # The transports' contract as on a CPU (25 s there); order against the engine's stream.
         tests("contract", 45, 120, *contract, "tests/gpu/test_transports.py", *left_out),
         # transformers loads the model (10 s) and is measured for 40 s at most.

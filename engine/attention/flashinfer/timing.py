@@ -131,6 +131,11 @@ def seconds_of_a_call(name: str, backend: FlashInferBackend, step: DecodeStep, s
             out = backend.attend(step.q_THD, k_pages, v_pages, step.meta, step.call)
         return out
 
+    return seconds_of_one(name, calls, stopwatch)
+
+
+def seconds_of_one(name: str, calls: Callable[[], torch.Tensor], stopwatch: Stopwatch) -> float:
+    """Of the CALLS that `calls` makes."""
     calls()  # plans; what is compiled or allocated at first use is so outside the capture
     run: Callable[[], object] = calls
     if stopwatch.capture is not None:
