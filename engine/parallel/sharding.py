@@ -39,6 +39,7 @@ LATENT_PLAN = {  # of attention whose KV comes from latents, which every rank co
 WIDE_NORMS = {"q_proj": "q_norm", "k_proj": "k_norm", "v_proj": ""}  # over all heads, behind what is gathered for them
 NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")  # in configs
 GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
+ATTENTION = "att"  # in patterns: self_attn, attention
 
 
 def plan_of(config: Any, size: int) -> Mapping[str, str]:
@@ -49,7 +50,13 @@ def plan_of(config: Any, size: int) -> Mapping[str, str]:
         raise UnsupportedModel(
             f"{name} has no tensor-parallel plan in transformers, and tensor_parallel is {size}; give tensor_parallel 1"
         )
-    if getattr(text, "kv_lora_rank", None):
+    try:
+        has_latents = bool(getattr(text, "kv_lora_rank", None))
+    except RuntimeError as error:  # transformers' of a config whose layers differ in it
+        raise UnsupportedModel(
+            f"{name} has layers whose kv_lora_rank differs, which are not cut; give tensor_parallel 1, and not {size}"
+        ) from error
+    if has_latents:
         plan |= LATENT_PLAN
     for pattern, style in plan.items():
         last = pattern.rpartition(".")[2]
@@ -62,6 +69,10 @@ def plan_of(config: Any, size: int) -> Mapping[str, str]:
                 f"{name} cuts {pattern} as {style} by its tensor-parallel plan, which is not known here; "
                 f"give tensor_parallel 1, and not {size}"
             )
+    if not any(style == ROWWISE and ATTENTION in pattern for pattern, style in plan.items()):  # experts alone
+        raise UnsupportedModel(
+            f"{name} does not cut its attention by its tensor-parallel plan; give tensor_parallel 1, and not {size}"
+        )
     return plan
 
 

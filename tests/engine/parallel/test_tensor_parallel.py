@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -202,6 +202,33 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(directories: dict[str, st
     with pytest.raises(UnsupportedModel) as caught:
         load(directories[name], 2)
     assert str(caught.value) == REFUSED[name]
+
+
+def test_a_plan_of_experts_alone_is_refused_before_weights_are_read() -> None:
+    class ExpertsAlone(transformers.MixtralConfig):  # type: ignore[misc]
+        base_model_tp_plan: ClassVar = {  # as of Granite MoE in transformers 5.23
+            "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+            "layers.*.mlp.experts.down_proj": "rowwise",
+            "layers.*.mlp.experts": "moe_tp_experts",
+        }
+
+    with pytest.raises(UnsupportedModel) as caught:
+        sharding.check_config(ExpertsAlone(**SHAPE, architectures=["Model"]), 2)
+    assert str(caught.value) == (
+        "Model does not cut its attention by its tensor-parallel plan; give tensor_parallel 1, and not 2"
+    )
+
+
+def test_a_model_whose_layers_differ_in_their_latents_is_refused_in_a_sentence() -> None:
+    class Differing(transformers.LlamaConfig):  # type: ignore[misc]
+        @property
+        def kv_lora_rank(self) -> int:
+            raise RuntimeError("'kv_lora_rank' is a per-layer attribute")  # as transformers of dots3_note
+
+    with pytest.raises(
+        UnsupportedModel, match=r"^Model has layers whose kv_lora_rank differs, which are not cut; give"
+    ):
+        sharding.check_config(Differing(**SHAPE, architectures=["Model"]), 2)
 
 
 def test_a_model_whose_norms_cannot_be_cut_is_refused_when_they_are_found(tmp_path: Path) -> None:
