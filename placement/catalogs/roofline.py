@@ -18,7 +18,7 @@ from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
 from placement.latency.roofline import kv_heads_per_gpu, roofline_latency
-from placement.latency.tensor_parallel import why_not_cut
+from placement.latency.tensor_parallel import why_not_cut, why_not_staged
 from prefill_worker.options import PrefillOptions
 
 MAX_TRIED_PP = 16
@@ -77,15 +77,18 @@ class RooflineCatalog:
         return self.machine.cost(self.power_cap)
 
     def degrees(self, max_gpus: int) -> Sequence[Degrees]:
-        """TP within a node that a worker loads, PP that divides the layers; the smallest first."""
+        """TP within a node that a worker loads, PP that it loads and that divides the layers; the smallest first."""
         tps = self._tps()
-        pps = [pp for pp in range(1, self.max_pp + 1) if self.shape.num_layers % pp == 0]
+        pps = [pp for pp in range(1, self.max_pp + 1) if self._has_even_stages(pp)]
         threads = 1 if self.machine.unit == "core" else 0
         fitting = [Degrees(tp, pp, threads) for tp in tps for pp in pps if tp * pp <= max_gpus]
         return sorted(fitting, key=lambda degrees: (degrees.gpus, degrees.pp))
 
     def _tps(self) -> list[int]:
         return [tp for tp in range(1, self.gpus_per_node + 1) if not self._why_not_cut(tp)]
+
+    def _has_even_stages(self, pp: int) -> bool:
+        return self.shape.num_layers % pp == 0 and not why_not_staged(self.shape, pp)
 
     def _why_not_cut(self, tp: int) -> str:
         return why_not_cut(self.shape, tp, has_whole_experts=self.expert_parallel)
@@ -167,9 +170,7 @@ class RooflineCatalog:
                 f"TP {tp} is more than the {self.gpus_per_node} {self.machine.unit}s of a node; "
                 f"give TP {self.gpus_per_node} or less, and PP for the rest"
             )
-        if pp > self.shape.num_layers:
-            return f"PP {pp} is more than the {self.shape.num_layers} layers of {self.model}; give fewer stages"
-        return ""
+        return why_not_staged(self.shape, pp)
 
     def _too_big(self, degrees: Degrees, pages: int) -> str:
         unit, need = self.machine.unit, self._least_kv_tokens
@@ -187,7 +188,7 @@ class RooflineCatalog:
         for pp in range(1, min(MAX_TRIED_PP, shape.num_layers) + 1):
             for tp in self._tps():
                 degrees = Degrees(tp, pp)
-                if shape.num_layers % pp or self.gpus_per_node % tp:
+                if not self._has_even_stages(pp) or self.gpus_per_node % tp:
                     continue
                 if self.num_pages(degrees) * self.page_size >= self._least_kv_tokens:
                     return degrees

@@ -20,17 +20,10 @@ PLAIN_MLP = (  # one matrix up, one down; all others have a gate beside the firs
     *("opt", "gpt2", "bloom", "gpt_neox", "gptj", "falcon", "phi", "starcoder2", "mpt", "gpt_bigcode", "codegen"),
     *("gpt_neo", "biogpt", "persimmon", "nemotron", "xglm"),
 )
-NO_KV_TYPES = (
-    "mamba",
-    "mamba2",
-    "rwkv",
-    "falcon_mamba",
-    "xlstm",
-    "recurrent_gemma",
-    "jamba",
-    "bamba",
-    "zamba",
-    "zamba2",
+NO_KV_TYPES = (  # and others whose configs list layers of STATE_LAYERS, which not all of these do
+    *("mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2"),
+    *("falcon_h1", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "zaya", "minimax", "kimi_linear", "bailing_hybrid"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid"),
 )
 STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
 NEW_ERA = {"bias": False, "norm_bias": False, "positions": 0, "embedding_norm": False, "final_norm": True}

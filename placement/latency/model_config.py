@@ -76,6 +76,7 @@ class _ShapeReader:
             shared_experts=self.keys.number("n_shared_experts", 0),
             window=window,
             num_window_layers=num_window,
+            has_norms_of_heads=self.keys.model_type == "cohere" and bool(self.keys.config.get("use_qk_norm")),
             reduces_per_layer=1 if self._is_parallel else 2,
             dtype=dtype,
             weight_bits=bits,

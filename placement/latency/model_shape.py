@@ -52,6 +52,7 @@ class ModelShape:
     num_window_layers: int = 0
     latent_dim: int = 0  # MLA: elements of a token's latent and its rotary key
     reduces_per_layer: int = 2  # sums over a TP group: behind attention and MLP, or behind both at once
+    has_norms_of_heads: bool = False  # each head's queries and keys have a norm of their own weights
     dtype: str = "bfloat16"
     kv_dtype: str = ""  # empty: as dtype
     weight_bits: float = 16.0  # of the layers' matrices; embeddings and head keep dtype

@@ -1,28 +1,44 @@
-"""Which tensor-parallel degrees a worker loads: those that share out evenly all that engine/parallel/sharding.py cuts.
+"""Which degrees a worker loads: tensor-parallel ones that share out evenly all that engine/parallel/sharding.py cuts,
+and as many stages as there are layers at most, of a model that can be cut so at all.
 
-The engine asks transformers' config, and this a ModelShape, without transformers.
-tests/placement/latency/test_tensor_parallel.py holds the two against each other.
+The engine asks transformers' config and the model, and this a ModelShape, without transformers.
+tests/placement/latency/test_tensor_parallel.py and test_cut_types.py hold the two against each other.
 """
 
 from __future__ import annotations
 
+from placement.latency.cut_types import NO_STAGES, RANKS
 from placement.latency.model_shape import ModelShape
-
-UNCUT = frozenset(  # model types for which transformers has no plan
-    ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_oss", "gptj", "mpt", "opt", "stablelm")
-)
 
 
 def why_not_cut(shape: ModelShape, tp: int, *, has_whole_experts: bool = False) -> str:
     """What stands in the way of so many ranks; empty: nothing. `has_whole_experts`: each rank has some of them
     (expert_parallel), and not a part of each."""
-    if tp > 1 and shape.model_type in UNCUT:
-        return f"{shape.name} ({shape.model_type}) has no tensor-parallel plan in transformers, and TP is {tp}"
-    counts = _counts(shape, has_whole_experts and shape.experts > 0)
+    if tp > 1 and (why := _why_whole(shape, has_whole_experts)):
+        return f"{shape.name} ({shape.model_type}) {why}, and TP is {tp}"
+    counts = _counts(shape, has_whole_experts)
     if not (shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0):
         counts["KV heads"] = shape.kv_heads
     what = next((f"{count} {what}" for what, count in counts.items() if count % tp), "")
     return f"TP {tp} does not divide the {what} of {shape.name}" if what else ""
+
+
+def why_not_staged(shape: ModelShape, pp: int) -> str:
+    """What stands in the way of so many stages, and the mend; empty: nothing."""
+    if pp > shape.num_layers:
+        return f"PP {pp} is more than the {shape.num_layers} layers of {shape.name}; give fewer stages"
+    if pp > 1 and shape.model_type in NO_STAGES:
+        what = f"{shape.name} ({shape.model_type}) hands more than hidden states from layer to layer"
+        return f"{what}, and PP is {pp}; give PP 1"
+    return ""
+
+
+def _why_whole(shape: ModelShape, has_whole_experts: bool) -> str:
+    if shape.model_type not in RANKS:
+        return "has no tensor-parallel plan in transformers that is known to be served"
+    if shape.has_norms_of_heads:
+        return "has norms with weights for each head, which are not cut"
+    return "has no experts for expert_parallel" if has_whole_experts and not shape.experts else ""
 
 
 def _counts(shape: ModelShape, has_whole_experts: bool) -> dict[str, int]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from placement.catalogs.base import Degrees
 from placement.catalogs.roofline import RooflineCatalog
-from placement.latency.families import FAMILIES
 from placement.latency.hardware import load_hardware
 from placement.latency.model_config import shape_of
 from placement.latency.model_files import load_shape
-from placement.latency.tensor_parallel import UNCUT, why_not_cut
+from placement.latency.tensor_parallel import why_not_cut, why_not_staged
 from placement.named_files import CONFIGS
 
 ATTENTION = {"hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 64}
@@ -104,19 +104,41 @@ def test_what_is_shared_out_is_what_the_engine_shares_out(name: str) -> None:
         assert planned == expected
 
 
-@pytest.mark.parametrize("model_type", sorted(UNCUT | FAMILIES.keys()))
-def test_types_that_transformers_cuts_by_no_plan_are_known(model_type: str) -> None:
-    from transformers import AutoConfig
-
-    plan = AutoConfig.for_model(model_type).get_text_config().base_model_tp_plan
-    assert (not plan) == (model_type in UNCUT)
+@pytest.mark.unit
+@pytest.mark.parametrize("model_type", ["opt", "phi3", "glm4", "llama4_text", "nobody_knows"])
+def test_what_is_not_known_to_be_cut_is_offered_whole(model_type: str) -> None:
+    shape = replace(load_shape("llama-3.1-8b"), name="mine", model_type=model_type)
+    catalog = RooflineCatalog(shape, load_hardware("h200-sxm"), max_pp=2)
+    assert catalog.degrees(8) == [Degrees(1), Degrees(1, 2)]
+    assert catalog.offer(Degrees(2)) == (
+        f"mine ({model_type}) has no tensor-parallel plan in transformers that is known to be served, and TP is 2; "
+        "give TP 1"
+    )
 
 
 @pytest.mark.unit
-def test_what_has_no_plan_is_offered_whole() -> None:
-    catalog = RooflineCatalog(load_shape("opt-13b"), load_hardware("h200-sxm"))
-    assert {degrees.tp for degrees in catalog.degrees(8)} == {1}
-    why = "opt-13b (opt) has no tensor-parallel plan in transformers, and TP is 2; give TP 1"
+def test_norms_of_each_head_are_not_cut() -> None:
+    """As of Command R+, and not of Command R."""
+    given = GIVEN["Qwen2.5-14B"] | {"model_type": "cohere"}
+    assert not why_not_cut(shape_of(given | {"use_qk_norm": False}), 2)
+    why = "model (cohere) has norms with weights for each head, which are not cut, and TP is 2"
+    assert why_not_cut(shape_of(given | {"use_qk_norm": True}), 2) == why
+
+
+@pytest.mark.unit
+def test_layers_that_hand_on_more_than_hidden_states_are_in_one_stage() -> None:
+    shape = replace(load_shape("deepseek-v3"), name="mine", model_type="glm_moe_dsa", num_layers=60)
+    catalog = RooflineCatalog(shape, load_hardware("h200-sxm"), max_pp=4)
+    assert {degrees.pp for degrees in catalog.degrees(32)} == {1}
+    why = "mine (glm_moe_dsa) hands more than hidden states from layer to layer, and PP is 2; give PP 1"
+    assert catalog.offer(Degrees(8, 2)) == why
+    assert why_not_staged(load_shape("llama-3.1-8b"), 64).startswith("PP 64 is more than the 32 layers of llama-3.1-8b")
+
+
+@pytest.mark.unit
+def test_whole_experts_of_a_model_that_has_none() -> None:
+    catalog = RooflineCatalog(load_shape("llama-3.1-8b"), load_hardware("h200-sxm"), expert_parallel=True)
+    why = "llama-3.1-8b (llama) has no experts for expert_parallel, and TP is 2; give TP 1"
     assert catalog.offer(Degrees(2)) == why
 
 
