@@ -19,27 +19,31 @@ import yaml
 from kvrelay.plan import amounts, words
 from placement.build.from_offers import targets_told
 from placement.latency.model_shape import ModelShape
+from placement.latency.tensor_parallel import why_not_cut
 from placement.plan import Goodput, Plan, PoolPlan, Slo
 
 RULE = 100  # a comment line's length
 
 
-def to_run(plan: Plan, most_gpus: float = math.inf) -> Goodput | None:
+def to_run(plan: Plan, most_gpus: float = math.inf, shape: ModelShape | None = None) -> Goodput | None:
     """What kvrelay can serve: the chosen placement, or the best one with two pools, or any; None where there is none.
-    `most_gpus`: of a node, as a worker's processes are on one host."""
+    `most_gpus`: of a node, as a worker's processes are on one host. `shape`: what is cut; None: as was measured."""
     served = [
         each
         for each in (plan.chosen, *plan.tried)
-        if each.candidate.is_served and each.goodput.value > 0 and not why_not_started(each, most_gpus)
+        if each.candidate.is_served and each.goodput.value > 0 and not why_not_started(each, most_gpus, shape)
     ]
     if served[:1] == [plan.chosen]:
         return plan.chosen
     return words.best_of(served, "two pools") or next(iter(served), None)
 
 
-def why_not_started(placement: Goodput, most_gpus: float) -> str:
-    """Where a worker's stages would be on several nodes, as they may be planned; empty where none are."""
+def why_not_started(placement: Goodput, most_gpus: float, shape: ModelShape | None = None) -> str:
+    """Where a worker's stages would be on several nodes, or a published system cut what the engine does not, as they
+    may be planned; empty where nothing stands against it."""
     for pool in placement.candidate.pools:
+        if shape is not None and (why := why_not_cut(shape, pool.degrees.tp)):
+            return why
         if pool.degrees.gpus > most_gpus:
             return (
                 f"a worker's processes are on one host, and {pool.role} workers of {pool.degrees} want "

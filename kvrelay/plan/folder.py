@@ -101,12 +101,13 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
     """(the spec's text, or why there is none, sentences to tell)."""
     has_gpus = request.latency_kind != "profile" and plan.chosen.candidate.unit == "GPU"
     most_gpus = min(catalog.gpus_per_node for catalog in catalogs(request)) if has_gpus else math.inf
-    placement, why_not = cluster.to_run(plan, most_gpus), cluster.why_not_started(plan.chosen, most_gpus)
+    measured = _measured(request)
+    model, shape = _model_and_shape(request, measured)
+    cut = None if measured else shape  # what was measured was loaded
+    placement, why_not = cluster.to_run(plan, most_gpus, cut), cluster.why_not_started(plan.chosen, most_gpus, cut)
     if placement is None:
         why = why_not or "only a published system's machines meet the targets, and kvrelay does not serve them"
         return "", f"There is none: {why}.", ()
-    measured = _measured(request)
-    model, shape = _model_and_shape(request, measured)
     name = cluster.cluster_name(model)
     slo = Targets(slo=plan.slo, classes=request.request_classes).loosest
     guesses = guesses_of(request)

@@ -54,7 +54,9 @@ def make_plan(request: PlanRequest, on_progress: OnProgress | None = None, on_fi
         planned = _planned(request, open_catalogs[0], requests, on_progress, on_first)
     near = _nearest(planned, open_catalogs[0], requests) if len(open_catalogs) == 1 else ()
     advice = planned.advice[:1] + ((f"{beyond}.",) if beyond else ()) + planned.advice[1:]  # behind the answer
-    return replace(planned, asked=asked(request), sources=sources(planned, request), nearest=near, advice=advice)
+    told = sources(planned, request)
+    refused = {**planned.refused, **_never_cut(open_catalogs[0])}
+    return replace(planned, asked=asked(request), sources=told, nearest=near, advice=advice, refused=refused)
 
 
 def _beyond_positions(request: PlanRequest, catalog: Catalog, requests: Workload) -> str:
@@ -69,6 +71,14 @@ def _beyond_positions(request: PlanRequest, catalog: Catalog, requests: Workload
 def _roofline(catalog: Catalog) -> RooflineCatalog | None:
     whole = catalog.of if isinstance(catalog, Narrowed) else catalog
     return whole if isinstance(whole, RooflineCatalog) else None
+
+
+def _never_cut(catalog: Catalog) -> dict[str, str]:
+    """Why TP 1 alone was tried, where that was not asked for."""
+    if _roofline(catalog) is not catalog or any(degrees.tp > 1 for degrees in catalog.degrees(catalog.gpus_per_node)):
+        return {}
+    why = catalog.offer(Degrees(2))
+    return {"TP 2": why} if isinstance(why, str) else {}
 
 
 def _nearest(planned: Plan, catalog: Catalog, requests: Workload) -> tuple[Near, ...]:

@@ -82,6 +82,24 @@ def test_a_tensor_parallel_degree_that_does_not_divide_the_heads() -> None:
     assert told == "TP 6 does not divide the 32 heads of llama-3.1-8b; give TP 1, 2, 4 or 8"
 
 
+def test_a_tensor_parallel_degree_of_a_model_that_is_not_cut(tmp_path: Path) -> None:
+    config = json.loads((ROOT / "configs" / "models" / "llama-3.1-8b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "glm4"}))
+    told = refused("--model", str(tmp_path), *GPUS, *LENGTHS, *TARGETS, "--tensor-parallel", "2")
+    why = "has no tensor-parallel plan in transformers that is known to be served, and TP is 2; give TP 1"
+    assert told == f"{tmp_path.name} (glm4) {why}"
+
+
+def test_a_plan_says_why_a_model_is_not_cut(planned: list[Any], tmp_path: Path) -> None:
+    config = json.loads((ROOT / "configs" / "models" / "llama-3.1-8b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "phi3"}))
+    found = json.loads(run("--model", str(tmp_path), *GPUS, *LENGTHS, *TARGETS, "--json").stdout)
+    assert found["refused"]["TP 2"].startswith(f"{tmp_path.name} (phi3) has no tensor-parallel plan in transformers")
+    assert found["refused"].keys() - PLAN.refused.keys() == {"TP 2"}
+    whole = json.loads(run(*MODEL, *GPUS, *LENGTHS, *TARGETS, "--json").stdout)
+    assert whole["refused"] == PLAN.refused
+
+
 def test_a_tensor_parallel_degree_of_more_gpus_than_there_are() -> None:
     asked = (*MODEL, "--hardware", "h100-sxm", *LENGTHS, *TARGETS, "--tensor-parallel", "4")
     mend = "or tensor_parallel 2 or less"

@@ -132,6 +132,39 @@ def test_the_spec_has_the_pages_of_the_plan_where_ranks_share_a_kv_head(tmp_path
     assert [worker.num_pages for worker in sim_cluster(spec, source).workers] == [offer.num_pages]
 
 
+@pytest.mark.parametrize(("model_type", "expected"), [("glm4", {1}), ("phi3", {1}), ("llama", {1, 2, 4, 8})])
+def test_a_model_that_is_not_cut_has_specs_of_whole_workers(
+    model_type: str, expected: set[int], tmp_path: Path
+) -> None:
+    """Of every degree that the catalog has."""
+    config = json.loads((CONFIGS / "models" / "llama-3.1-8b.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    request = build_request(None, {**ASKED, **REQUESTS, "model": str(tmp_path), "num_gpus": 8, "ttft": "300ms"})
+    written = set()
+    for degrees in catalogs(request)[0].degrees(8):
+        chosen = goodput(together(degrees.tp, 1), 9.0)
+        text, refusal, _ = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,), asked=asked(request)), request)
+        assert refusal == ""
+        (worker,) = workers_of(resolve(parse_spec(yaml.safe_load(text)), None))
+        options = EngineOptions(**worker.engine)
+        options.validate()
+        written.add(options.tensor_parallel)
+    assert written == expected
+
+
+def test_degrees_of_a_published_system_that_no_worker_loads_are_not_written() -> None:
+    """DistServe's figures are of OPT, which it cuts."""
+    asked_for = {"model": "opt-13b", "latency": "distserve", "num_gpus": 4, "ttft": "300ms"}
+    request = build_request(None, {**asked_for, **REQUESTS})
+    chosen, second = goodput(apart((2, 1), (2, 1)), 9.0), goodput(PAIR, 8.0)
+    why = "opt-13b (opt) has no tensor-parallel plan in transformers that is known to be served, and TP is 2"
+    text, _, notes = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen, second), asked=asked(request)), request)
+    assert notes == (f"cluster.yaml has the best that kvrelay up starts, {PAIR.label}: {why}",)
+    assert {pool.tensor_parallel for pool in parse_spec(yaml.safe_load(text)).pools} == {1}
+    alone = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,)), request)
+    assert alone == ("", f"There is none: {why}.", ())
+
+
 def test_of_stages_over_several_nodes_the_best_that_is_started_is_written() -> None:
     request = build_request(None, {**ASKED, **REQUESTS, "ttft": "300ms"})
     chosen = goodput(replace(PAIR, pools=(READERS, replace(WRITERS, degrees=Degrees(8, 2)))), 9.0)
