@@ -80,6 +80,11 @@ def check_config(config: Any, size: int, has_whole_experts: bool = False) -> Non
     """Raise UnsupportedModel for a model that cannot be cut in `size`: what its config says, before its weights."""
     are_experts_cut = EXPERTS in plan_of(config, size).values()
     text = config.get_text_config()
+    if isinstance(getattr(text, "intermediate_size", None), list):
+        name = (config.architectures or [type(config).__name__])[0]
+        raise UnsupportedModel(
+            f"{name} has an intermediate_size for each layer, which are not cut; give tensor_parallel 1, and not {size}"
+        )
     num_experts = next((n for key in NUM_EXPERTS if (n := getattr(text, key, None))), 0)
     if has_whole_experts and not (num_experts and are_experts_cut):
         name = (config.architectures or [type(config).__name__])[0]

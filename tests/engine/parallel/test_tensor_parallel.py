@@ -231,6 +231,12 @@ def test_a_model_whose_layers_differ_in_their_latents_is_refused_in_a_sentence()
         sharding.check_config(Differing(**SHAPE, architectures=["Model"]), 2)
 
 
+def test_layers_of_several_widths_are_refused_in_a_sentence() -> None:
+    config = transformers.Gemma3nTextConfig(architectures=["Model"])
+    with pytest.raises(UnsupportedModel, match=r"^Model has an intermediate_size for each layer, which are not cut; "):
+        sharding.check_config(config, 2)
+
+
 def test_a_model_whose_norms_cannot_be_cut_is_refused_when_they_are_found(tmp_path: Path) -> None:
     directory = make_tiny_model("cohere", tmp_path / "cohere")  # a norm with a weight for each head
     with pytest.raises(UnsupportedModel, match=r"^cut for tensor_parallel 2, CohereForCausalLM cannot run on packed"):
