@@ -29,6 +29,7 @@ from placement.search.sizing import SizedPlacement, binding_pool, one_more, size
 HYBRIDS_OF = 3  # placements, no two of the same degrees
 MOST_MOVES = 4  # of a worker from one pool to the other
 NEAR = 0.95  # of what a quick look has seen: where a search begins, and it ends as far above
+HEADROOM = 0.12  # precision of a quick look at it: one rate between that asked for and 1.25 of it
 MOST_GROWN = 3  # workers that what was sized for a rate turns out to lack
 QUICK = Effort(first_requests=400, max_requests=1200, half_width=0.03, decides=True, e2e_times=4)
 JOINT = Effort(first_requests=1500, max_requests=6000, half_width=0.015, decides=True)
@@ -175,7 +176,9 @@ def _sized(
 
 def _headrooms(search: PlanSearch, at_rate: Mapping[Placement, Estimate | None], rate: float) -> Clusters:
     """By how much each keeps more than the rate, at which it may have been simulated."""
-    problems = [replace(_quickly(search, each, rate, 1.25 * rate), known=at) for each, at in at_rate.items()]
+    problems = [
+        replace(_quickly(search, each, rate, 1.25 * rate), known=at, precision=HEADROOM) for each, at in at_rate.items()
+    ]
     return _clusters(search, list(at_rate), problems, "headroom")
 
 
