@@ -148,7 +148,7 @@ class PlanAnswer:
         placement, top = self.placements[chosen.candidate], 1.05 * chosen.goodput.value
         return [
             replace(
-                goodput_problem(self.problem, placement, effort=JOINT, precision=0.04, factor=factor),
+                goodput_problem(self.problem, placement, effort=JOINT, precision=0.03, factor=factor),
                 bottom=0.9 * top / factor,
                 top=top / factor,
             )

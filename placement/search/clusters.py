@@ -242,7 +242,7 @@ def _searched(search: PlanSearch, clusters: Clusters) -> Clusters:
     problems = []
     for cluster in clusters:
         value = cluster.goodput.goodput.value
-        problem = goodput_problem(search.problem, cluster.placement, effort=JOINT, precision=0.05)
+        problem = goodput_problem(search.problem, cluster.placement, effort=JOINT, precision=0.03)
         problems.append(replace(problem, bottom=max(rate, NEAR * value), top=value / NEAR, longer=longer))
     placements = [cluster.placement for cluster in clusters]
     return _clusters(search, placements, problems, "the best of each kind", is_rough=False)

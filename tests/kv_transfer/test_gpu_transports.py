@@ -340,6 +340,7 @@ def test_what_is_chosen_wins_over_the_environment_and_that_over_ours() -> None:
     environ = {"TORCH_NCCL_ENABLE_MONITORING": "1", "NCCL_DEBUG": "INFO"}
     assert nccl_settings.settings_for({"NCCL_IB_HCA": "mlx5"}, environ, 7) == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "NCCL_IB_HCA": "mlx5",
     }

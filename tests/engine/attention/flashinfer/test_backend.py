@@ -214,6 +214,7 @@ def test_flashinfer_on_a_cpu_is_refused_in_a_sentence() -> None:
 
 def test_modules_that_were_built_here_before_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("KVRELAY_FLASHINFER_AOT", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     installed = {"flashinfer": ModuleSpec("flashinfer", None)}
     monkeypatch.setattr(device, "find_spec", installed.get)
