@@ -4,14 +4,14 @@ the rate asked for, which pool binds, and the sentences about it. What is best i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from placement.goodput.estimate import Effort, Estimate
 from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.latency.scaled import factors_of
-from placement.plan import Goodput, Interval, Plan, Pool, RatePoint
+from placement.plan import Candidate, Goodput, Interval, Plan, Pool, RatePoint
 from placement.search.advice import Findings, advise
 from placement.search.clusters import JOINT
 from placement.search.infeasible import no_room
@@ -46,20 +46,23 @@ QUESTION_KEYS = (
 
 
 class PlanAnswer:
-    def __init__(self, search: PlanSearch, placements: Sequence[Placement]) -> None:
-        """`placements`: of all that was tried."""
+    def __init__(
+        self,
+        search: PlanSearch,
+        placements: Sequence[Placement],
+        in_order: Callable[[Sequence[Goodput]], list[Goodput]],
+    ) -> None:
+        """`placements`: of all that was tried. `in_order`: the best first."""
         self.search = search
+        self._in_order = in_order
         self.question = search.question
         self.problem = search.problem
         self.placements = {placement.candidate: placement for placement in placements}
 
     def plan(self, tried: Sequence[Goodput], phases: Mapping[str, Sequence[WorkerGoodput]]) -> Plan:
-        """`tried`: what has a goodput, the best first."""
-        rate = self.question.rate or tried[0].goodput.value
-        tried, at_rate, knee = self._looked_at(tried, rate)
-        if not self.question.rate:
-            tried, at_rate = self._kept(tried, at_rate)
-            rate = at_rate.point.rate
+        """`tried`: what has a goodput."""
+        tried, at_rate, knee = self._surely_best(tried)
+        rate = self.question.rate or at_rate.point.rate
         chosen = tried[0]
         binding, relief = self._relieved(chosen, knee)
         headroom = max(0.0, 1 - rate / chosen.goodput.value)
@@ -107,6 +110,19 @@ class PlanAnswer:
         )
 
     # what else is simulated
+
+    def _surely_best(self, tried: Sequence[Goodput]) -> tuple[list[Goodput], Estimate, Estimate]:
+        """The best first, and of that what it does at the rate and where it misses the SLO: also by the longest of all
+        runs, in which it may do less than was found, and another one more."""
+        looked_at: dict[Candidate, tuple[Estimate, Estimate]] = {}
+        tried = self._in_order(tried)
+        while (candidate := tried[0].candidate) not in looked_at:
+            tried, at_rate, knee = self._looked_at(tried, self.question.rate or tried[0].goodput.value)
+            if not self.question.rate:
+                tried, at_rate = self._kept(tried, at_rate)
+            looked_at[candidate] = at_rate, knee
+            tried = self._in_order(tried)
+        return tried, *looked_at[tried[0].candidate]
 
     def _looked_at(self, tried: Sequence[Goodput], rate: float) -> tuple[list[Goodput], Estimate, Estimate]:
         """With the interval of the chosen one, and a few more points for the best, so that their curves can be drawn

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from placement.build.from_offers import offers_of
 from placement.catalogs.base import Catalog, Offer, PlanError
@@ -82,10 +83,11 @@ def plan(
         )
         clusters, phases, colocated = _simulated(search, offers)
         clusters += simulate_guessing(search, clusters)
-        tried = _tried(search, clusters)
+        tried = [cluster.goodput for cluster in clusters if cluster.goodput.goodput.value]
         if not tried:
             raise PlanError(why_nothing(problem, offers, log, num_gpus, phases["prefill"], phases["decode"], colocated))
-        answered = PlanAnswer(search, [cluster.placement for cluster in clusters]).plan(tried, phases)
+        placements = [cluster.placement for cluster in clusters]
+        answered = PlanAnswer(search, placements, partial(_in_order, search)).plan(tried, phases)
     own_s = used_cpu_s() - began_s if question.processes != 0 else 0.0  # the jobs, done here, have counted it
     return replace(answered, cpu_s=log.cpu_s + own_s)
 
@@ -106,10 +108,11 @@ def _simulated(
     return clusters, {"prefill": prefills, "decode": decodes}, colocated
 
 
-def _tried(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Goodput]:
-    """What has a goodput, the best first."""
-    tried = [cluster.goodput for cluster in clusters if cluster.goodput.goodput.value]
-    return simplest_first(sorted(tried, key=search.score, reverse=True), search.question.rate or 0.0)
+def _in_order(search: PlanSearch, tried: Sequence[Goodput]) -> list[Goodput]:
+    """The best first, of those that were simulated longer."""
+    tried = simplest_first(sorted(tried, key=search.score, reverse=True), search.question.rate or 0.0)
+    best = next((each for each in tried if not each.is_rough), tried[0])
+    return [best, *(each for each in tried if each is not best)]
 
 
 def simplest_first(tried: Sequence[Goodput], rate: float) -> list[Goodput]:

@@ -10,8 +10,10 @@ import pytest
 
 from placement.build.from_offers import mixed_of, pair_of
 from placement.catalogs.base import Degrees, Offer, PlanError
+from placement.goodput.estimate import Estimate
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Goodput, Interval, Plan, RequestClass, Slo, to_json
+from placement.search.answer import PlanAnswer
 from placement.search.clusters import JOINT
 from placement.search.hybrids import hybrids_of, shifted, shifts_of
 from placement.search.placements import Placement
@@ -65,6 +67,25 @@ def test_the_pool_that_binds_is_found_where_pairs_were_tried_too(num_gpus: int, 
     catalog = ToyCatalog(largest=1, gpus_per_node=2, latency={"slope_s": slope_s})
     found = planned(num_gpus=num_gpus, catalog=catalog, colocated=False)
     assert found.binding == "prefill"
+
+
+def test_what_the_longest_runs_lower_below_another_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, lowered = PlanAnswer._kept, list[Candidate]()
+
+    def once_lower(answer: PlanAnswer, tried: list[Goodput], at_rate: Estimate) -> tuple[list[Goodput], Estimate]:
+        [best, *others], at_rate = kept(answer, tried, at_rate)
+        if not lowered:
+            lowered.append(best.candidate)
+            best = replace(best, goodput=Interval(0.5 * best.goodput.value, 0.0, best.goodput.high))
+        return [best, *others], at_rate
+
+    monkeypatch.setattr(PlanAnswer, "_kept", once_lower)
+    found = planned()
+    assert found.chosen.candidate != lowered[0]
+    assert not found.chosen.is_rough
+    assert found.chosen.goodput.value == max(each.goodput.value for each in found.tried if not each.is_rough)
+    assert found.at_rate.rate == found.chosen.goodput.value
+    assert not any(" pays: 0." in sentence for sentence in found.advice)
 
 
 def test_a_first_answer_is_told_and_what_is_chosen_has_been_simulated_longer() -> None:
