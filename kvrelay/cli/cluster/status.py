@@ -85,11 +85,10 @@ def _ask(endpoint: str, entrance: Entrance) -> dict[str, Any]:
 
 
 def _name(worker: dict[str, Any]) -> str:
-    """With its degree, where it runs in several processes."""
-    for short, key in (("TP", "tensor_parallel"), ("PP", "pipeline_parallel")):
-        if (degree := worker["limits"].get(key, "1")) != "1":
-            return f"{worker['name']} ({short} {degree})"
-    return str(worker["name"])
+    """With its degrees, where it runs in several processes."""
+    keys = (("TP", "tensor_parallel"), ("PP", "pipeline_parallel"))
+    degrees = [f"{short} {worker['limits'][key]}" for short, key in keys if worker["limits"].get(key, "1") != "1"]
+    return f"{worker['name']} ({' x '.join(degrees)})" if degrees else str(worker["name"])
 
 
 def _models(answer: dict[str, Any]) -> str:

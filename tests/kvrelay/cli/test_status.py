@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvrelay.cli.cluster.status import troubles
+from kvrelay.cli.cluster.status import _name, troubles
 from kvrelay.client.messages import status_from
 from kvrelay.v1 import cluster_pb2
 
@@ -43,3 +43,16 @@ def test_a_healthy_cluster_has_none() -> None:
 )
 def test_each_trouble_is_told_with_its_reason(worker: dict[str, Any], sentence: str) -> None:
     assert troubles(answer(**worker)) == [sentence]
+
+
+@pytest.mark.parametrize(
+    ("limits", "shown"),
+    [
+        ({}, "decode-0"),
+        ({"tensor_parallel": "2", "pipeline_parallel": "1"}, "decode-0 (TP 2)"),
+        ({"pipeline_parallel": "3"}, "decode-0 (PP 3)"),
+        ({"tensor_parallel": "2", "pipeline_parallel": "2"}, "decode-0 (TP 2 x PP 2)"),
+    ],
+)
+def test_a_worker_of_several_processes_is_shown_with_all_its_degrees(limits: dict[str, str], shown: str) -> None:
+    assert _name({"name": "decode-0", "limits": limits}) == shown
