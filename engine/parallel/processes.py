@@ -116,8 +116,6 @@ class Processes:
 
     def ask_while(self, frame: Frame, kind: str, timeout_s: float, act: Callable[[], T]) -> tuple[list[Frame], T]:
         """The same, and what `act` returns, which runs while they do what they were asked."""
-        with self._changed:
-            self._answers.clear()
         self.send(frame)
         result = act()
         return self._answered(frame.kind, kind, timeout_s), result

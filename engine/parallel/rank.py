@@ -35,7 +35,7 @@ from engine.parallel.cutting import CutModel, cut_model
 from engine.parallel.frames import Channel, Frame
 from engine.parallel.meetings import Reduce, connect
 from engine.parallel.messages import copies_of, info_of, layout_of, share_frame, step_of
-from engine.parallel.mirror import RankMirror, drop_graphs, graph_sizes
+from engine.parallel.mirror import RankMirror
 from engine.parallel.passing import Into, Out, Passing, SocketInto, SocketOut
 from engine.parallel.process_group import Groups
 from engine.parallel.shard import Position
@@ -158,7 +158,7 @@ class Rank:
     def _make_steps(self, frame: Frame) -> None:
         pages = KvPages(self._pages)
         self._steps = self._platform.steps(self._model, pages, self._options, info_of(frame))
-        self._channel.send(Frame("steps", {"sizes": graph_sizes(self._steps)}))
+        self._channel.send(Frame("steps"))
 
     def _chunks(self, frame: Frame) -> None:
         assert self._steps is not None, "a step before they were asked for"
@@ -171,7 +171,6 @@ class Rank:
         "free": _free,
         "fit": _fit,
         "steps": _make_steps,
-        "no graphs": lambda self, _: drop_graphs(self._steps),
         "poison": lambda self, _: self._pages.poison(),
         "copy": lambda self, frame: self._pages.copy_pages(copies_of(frame)),
         "step": _step,

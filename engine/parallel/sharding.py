@@ -25,6 +25,7 @@ from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.parallel.meetings import Cut, WideNorm
 from engine.parallel.shard import Shard
+from engine.weights.config import architecture_of
 from engine.weights.experts import OwnExperts
 from engine.weights.loader import probe_cut
 
@@ -44,7 +45,7 @@ ATTENTION = "att"  # in patterns: self_attn, attention
 
 def plan_of(config: Any, size: int) -> Mapping[str, str]:
     """How each module is cut, by the pattern of its name. Raises UnsupportedModel."""
-    text, name = config.get_text_config(), (config.architectures or [type(config).__name__])[0]
+    text, name = config.get_text_config(), architecture_of(config)
     plan = dict(getattr(text, "base_model_tp_plan", None) or {})
     if not plan:
         raise UnsupportedModel(
@@ -81,15 +82,14 @@ def check_config(config: Any, size: int, has_whole_experts: bool = False) -> Non
     are_experts_cut = EXPERTS in plan_of(config, size).values()
     text = config.get_text_config()
     if isinstance(getattr(text, "intermediate_size", None), list):
-        name = (config.architectures or [type(config).__name__])[0]
         raise UnsupportedModel(
-            f"{name} has an intermediate_size for each layer, which are not cut; give tensor_parallel 1, and not {size}"
+            f"{architecture_of(config)} has an intermediate_size for each layer, which are not cut; "
+            f"give tensor_parallel 1, and not {size}"
         )
     num_experts = next((n for key in NUM_EXPERTS if (n := getattr(text, key, None))), 0)
     if has_whole_experts and not (num_experts and are_experts_cut):
-        name = (config.architectures or [type(config).__name__])[0]
         why = "does not cut its experts by its tensor-parallel plan" if num_experts else "has no experts"
-        raise UnsupportedModel(f"expert_parallel is true, and {name} {why}; leave it out")
+        raise UnsupportedModel(f"expert_parallel is true, and {architecture_of(config)} {why}; leave it out")
     counts = _counts(text, num_experts if has_whole_experts else 0)
     good = _degrees(text, counts)
     if size in good:

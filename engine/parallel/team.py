@@ -13,7 +13,6 @@ EngineBroken.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -28,13 +27,10 @@ from engine.pages.memory import KvMemory
 from engine.pages.share import Share
 from engine.parallel.frames import Frame
 from engine.parallel.messages import copies_frame, fit_frame, memory_frame, share_of, step_frame, steps_frame
-from engine.parallel.mirror import drop_graphs, graph_sizes
 from engine.parallel.passing import LayersTold, News, Passing
 from engine.parallel.processes import Processes
 from engine.pending import Steps
 from engine.types import ModelInfo, OnLayer
-
-logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 1800.0  # a process loads as much as its leader, beside it
 ALLOCATE_TIMEOUT_S = 300.0  # of one that takes its share of the machine's memory
@@ -124,13 +120,9 @@ class Team:
         return min(int(answer.fields["pages"]) for answer in answers)
 
     def make_steps(self, info: ModelInfo, make: Callable[[], Steps]) -> Steps:
-        """All make their own at once, and capture the same graphs, or none. Raises EngineBroken."""
+        """All make their own at once, with the same graphs (engine/gpu/together.py). Raises EngineBroken."""
         with self._processes.in_step():
-            answers, steps = self._processes.ask_while(steps_frame(info), "steps", LOAD_TIMEOUT_S, make)
-        if {tuple(answer.fields["sizes"]) for answer in answers} != {graph_sizes(steps)}:
-            logger.warning("decode steps run without CUDA graphs: the processes have not captured the same")
-            drop_graphs(steps)
-            self._processes.send(Frame("no graphs"))
+            _, steps = self._processes.ask_while(steps_frame(info), "steps", LOAD_TIMEOUT_S, make)
         return steps
 
     def poison(self) -> None:

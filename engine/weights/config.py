@@ -90,12 +90,17 @@ def _stretched(text: Any, own: int) -> int:
     return max(own, int(original * factor)) if kind == "yarn" and original else own
 
 
+def architecture_of(config: Any) -> str:
+    """Its name, for a sentence."""
+    return str((config.architectures or [type(config).__name__])[0])
+
+
 def check_config(config: Any) -> None:
     """Raise UnsupportedModel for features that need more than pages of K and V."""
     text = config.get_text_config()
     _check_names("architectures", config.architectures)
     _check_names("layer_types", getattr(text, "layer_types", None))
-    name = (config.architectures or [type(config).__name__])[0]
+    name = architecture_of(config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
     if getattr(text, "attn_temperature_tuning", False) and "Llama4" not in name:
@@ -114,7 +119,7 @@ def length_rope(config: Any, max_len: int) -> LengthRope | None:
     """How the rotary frequencies go by a request's length, of sequences up to `max_len`; None: they do not. Raises
     UnsupportedModel where layers differ in that."""
     text = config.get_text_config()
-    name = (config.architectures or [type(config).__name__])[0]
+    name = architecture_of(config)
     for rope in _rope_parameters(text):
         kind = str(rope.get("rope_type", "default"))
         if not any(by_length in kind for by_length in ROPES_BY_LENGTH):
