@@ -24,8 +24,7 @@ class Foretold:
     slo_ttft_s: float
     slo_tpot_s: float
 
-    @property
-    def words(self) -> str:
+    def __str__(self) -> str:
         said = []
         if self.slo_ttft_s:
             said.append(f"first token predicted in {self.ttft_s * 1e3:.0f} of {self.slo_ttft_s * 1e3:.0f} ms")
@@ -44,8 +43,7 @@ class Seen:
     free_pages: int
     total_pages: int
     batch: int
-    words: str
-    foretold: Foretold | None
+    words: str | Foretold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +58,10 @@ class Assigned:
     def reason(self) -> str:
         """In words, for who asks."""
         seen = self.seen
-        words = seen.words if seen.foretold is None else seen.foretold.words
         return (
             f"{self.prefill}: {seen.queued_tokens} prompt tokens queued, {seen.cached_len} of "
             f"{seen.prompt_len} cached; {self.decode}: {seen.free_pages} of {seen.total_pages} "
-            f"pages free, batch {seen.batch}{'; ' if words else ''}{words}"
+            f"pages free, batch {seen.batch}{'; ' if seen.words else ''}{seen.words}"
         )
 
 

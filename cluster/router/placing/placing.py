@@ -33,8 +33,7 @@ MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 class Placed:
     prefill: PrefillAccount
     decode: DecodeAccount
-    words: str = ""  # that say why, beside the figures
-    foretold: Foretold | None = None  # likewise
+    words: str | Foretold = ""  # that say why, beside the figures
 
     def seen(self, shape: RequestShape) -> Seen:
         prefill, decode = self.prefill, self.decode
@@ -46,7 +45,6 @@ class Placed:
             total_pages=decode.view.total_pages,
             batch=decode.batch,
             words=self.words,
-            foretold=self.foretold,
         )
 
 
@@ -182,7 +180,7 @@ class Placing:
         foretold = Foretold(
             ttft_s=best.read.takes_s, tpot_s=best.written.takes_s, slo_ttft_s=target.ttft_s, slo_tpot_s=target.tpot_s
         )
-        return Placed(prefill=best.prefill, decode=best.decode, foretold=foretold)
+        return Placed(prefill=best.prefill, decode=best.decode, words=foretold)
 
     def _may_predict(self, request: RoutedRequest) -> bool:
         if not self._prefill.has_both:
