@@ -4,7 +4,7 @@ the rate asked for, which pool binds, and the sentences about it. What is best i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,15 +46,9 @@ QUESTION_KEYS = (
 
 
 class PlanAnswer:
-    def __init__(
-        self,
-        search: PlanSearch,
-        placements: Sequence[Placement],
-        in_order: Callable[[Sequence[Goodput]], list[Goodput]],
-    ) -> None:
-        """`placements`: of all that was tried. `in_order`: the best first."""
+    def __init__(self, search: PlanSearch, placements: Sequence[Placement]) -> None:
+        """`placements`: of all that was tried."""
         self.search = search
-        self._in_order = in_order
         self.question = search.question
         self.problem = search.problem
         self.placements = {placement.candidate: placement for placement in placements}
@@ -115,13 +109,13 @@ class PlanAnswer:
         """The best first, and of that what it does at the rate and where it misses the SLO: also by the longest of all
         runs, in which it may do less than was found, and another one more."""
         looked_at: dict[Candidate, tuple[Estimate, Estimate]] = {}
-        tried = self._in_order(tried)
+        tried = self.search.in_order(tried)
         while (candidate := tried[0].candidate) not in looked_at:
             tried, at_rate, knee = self._looked_at(tried, self.question.rate or tried[0].goodput.value)
             if not self.question.rate:
                 tried, at_rate = self._kept(tried, at_rate)
             looked_at[candidate] = at_rate, knee
-            tried = self._in_order(tried)
+            tried = self.search.in_order(tried)
         return tried, *looked_at[tried[0].candidate]
 
     def _looked_at(self, tried: Sequence[Goodput], rate: float) -> tuple[list[Goodput], Estimate, Estimate]:

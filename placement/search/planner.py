@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from placement.build.from_offers import offers_of
 from placement.catalogs.base import Catalog, Offer, PlanError
 from placement.goodput.runner import Progress, open_runner, used_cpu_s
 from placement.goodput.targets import Targets
-from placement.plan import Goodput, Kind, Plan
+from placement.plan import Plan
 from placement.search.answer import PlanAnswer
 from placement.search.clusters import (
     SimulatedCluster,
@@ -45,8 +44,6 @@ from placement.workload.traffic import Traffic, with_classes
 WHOLE_CLUSTERS = 8  # of two pools, simulated as a whole: two phases keep less together than each promises alone
 SIZED_CLUSTERS = 4  # likewise, for a rate
 COLOCATED_CLUSTERS = 2
-ALIKE = 0.01  # of a goodput: so little more pays for nothing
-SIMPLEST: Sequence[Kind] = ("one pool", "two pools", "hybrid")  # the first
 Phases = Mapping[str, Sequence[WorkerGoodput]]
 
 
@@ -87,7 +84,7 @@ def plan(
         if not tried:
             raise PlanError(why_nothing(problem, offers, log, num_gpus, phases["prefill"], phases["decode"], colocated))
         placements = [cluster.placement for cluster in clusters]
-        answered = PlanAnswer(search, placements, partial(_in_order, search)).plan(tried, phases)
+        answered = PlanAnswer(search, placements).plan(tried, phases)
     own_s = used_cpu_s() - began_s if question.processes != 0 else 0.0  # the jobs, done here, have counted it
     return replace(answered, cpu_s=log.cpu_s + own_s)
 
@@ -106,24 +103,6 @@ def _simulated(
     else:
         clusters = simulate_for_gpus(search, placements)
     return clusters, {"prefill": prefills, "decode": decodes}, colocated
-
-
-def _in_order(search: PlanSearch, tried: Sequence[Goodput]) -> list[Goodput]:
-    """The best first, of those that were simulated longer."""
-    tried = simplest_first(sorted(tried, key=search.score, reverse=True), search.question.rate or 0.0)
-    best = next((each for each in tried if not each.is_rough), tried[0])
-    return [best, *(each for each in tried if each is not best)]
-
-
-def simplest_first(tried: Sequence[Goodput], rate: float) -> list[Goodput]:
-    """The same, the best first, but that of those as good as that the simplest kind is before it."""
-    if not tried:
-        return []
-    best, least = tried[0], max(rate, (1 - ALIKE) * tried[0].goodput.value)
-    sure = [each for each in tried[1:] if not each.is_rough and each.candidate.gpus <= best.candidate.gpus]
-    alike = [best, *(each for each in sure if each.goodput.value >= least)]
-    chosen = min(alike, key=lambda each: SIMPLEST.index(each.candidate.kind))
-    return [chosen, *(each for each in tried if each is not chosen)]
 
 
 def _num_gpus(question: PlanQuestion, catalog: Catalog) -> int:

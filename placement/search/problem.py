@@ -13,11 +13,13 @@ from placement.build.from_offers import OfferOf
 from placement.catalogs.base import Catalog, Offer
 from placement.goodput.runner import Job, Runner
 from placement.goodput.targets import Targets
-from placement.plan import Candidate, Goodput, Interval
+from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.question import PlanQuestion
 from placement.workload.traffic import Traffic
 
 ROUGHLY = 0.95  # times a rough figure is what it is taken for
+ALIKE = 0.01  # of a goodput: so little more pays for nothing
+SIMPLEST: Sequence[Kind] = ("one pool", "two pools", "hybrid")  # the first
 PhaseRole = Literal["prefill", "decode"]
 OnFirst = Callable[[Goodput], None]
 
@@ -117,3 +119,20 @@ class PlanSearch:
         if self.question.objective == "goodput":
             return (value, -gpus)
         return (value / gpus, value)
+
+    def in_order(self, tried: Sequence[Goodput]) -> list[Goodput]:
+        """The best first, of those that were simulated longer."""
+        tried = simplest_first(sorted(tried, key=self.score, reverse=True), self.question.rate or 0.0)
+        best = next((each for each in tried if not each.is_rough), tried[0])
+        return [best, *(each for each in tried if each is not best)]
+
+
+def simplest_first(tried: Sequence[Goodput], rate: float) -> list[Goodput]:
+    """The same, the best first, but that of those as good as that the simplest kind is before it."""
+    if not tried:
+        return []
+    best, least = tried[0], max(rate, (1 - ALIKE) * tried[0].goodput.value)
+    sure = [each for each in tried[1:] if not each.is_rough and each.candidate.gpus <= best.candidate.gpus]
+    alike = [best, *(each for each in sure if each.goodput.value >= least)]
+    chosen = min(alike, key=lambda each: SIMPLEST.index(each.candidate.kind))
+    return [chosen, *(each for each in tried if each is not chosen)]

@@ -17,7 +17,8 @@ from placement.search.answer import PlanAnswer
 from placement.search.clusters import JOINT
 from placement.search.hybrids import hybrids_of, shifted, shifts_of
 from placement.search.placements import Placement
-from placement.search.planner import plan, simplest_first
+from placement.search.planner import plan
+from placement.search.problem import simplest_first
 from placement.search.question import PlanQuestion
 from placement.search.sizing import SizedPlacement, SizingJob, size_for_rate
 from placement.workload.requests import Workload
