@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
 THREAD_KEYS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 OMP_PAUSE_SOFT = 1  # OpenMP 5.0, omp_pause_resource_t
+PR_SET_PDEATHSIG = 1
+ORPHAN_EXIT_CODE = 1
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 OUR_PACKAGES = ("engine.",)
 
@@ -36,6 +39,13 @@ def end_team() -> None:
         pause = getattr(ctypes.CDLL(path), "omp_pause_resource_all", None)
         if pause is not None:
             pause(OMP_PAUSE_SOFT)
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when its parent dies, or end now if that has happened already."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(ORPHAN_EXIT_CODE)
 
 
 def pin_process(cpus: Iterable[int]) -> None:

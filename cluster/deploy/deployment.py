@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.deploy import gpus
 from cluster.deploy.changes.running_spec import RunningSpec
+from cluster.deploy.forks.preload import preload_of
 from cluster.deploy.launch import (
     CONTROLLER,
     STOP_TIMEOUT_S,
@@ -82,8 +83,9 @@ class Deployment:
             if machine.gpus and machine.why_no_cuda:
                 log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
             try:
-                threads = max(int(pool.threads) for pool in self.spec.pools)
-                self._local.start(namespace_of(self.spec.name), needs_of(self.spec), threads=threads)
+                needs = needs_of(self.spec)
+                preload = None if needs.get("GPU") else preload_of(self.spec)  # what CUDA keeps of a fork was not tried
+                self._local.start(namespace_of(self.spec.name), needs, preload)
             except Exception as error:  # Ray raises plain Exception, too
                 raise DeployError(f"Ray cannot be started: {' '.join(str(error).split())}") from error
         else:

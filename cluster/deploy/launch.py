@@ -51,14 +51,14 @@ def launch_members(spec: ClusterSpec, log_dir: str, *, loopback: bool) -> None:
     import ray
 
     plans, membership, group = in_places(spec), _membership(spec, log_dir), None
+    cluster_id = f"{spec.name}-{secrets.token_hex(4)}"
+    for i in range(spec.router.replicas):  # first: they do not wait for what workers import (forks/server.py)
+        _launch_router(spec, i, membership, cluster_id)
     if bundles := [plan.bundle for plan in plans if plan.bundle]:
         group = ray.util.placement_group(bundles, strategy="PACK", name=PLACEMENT_GROUP, lifetime="detached")
     places = _places(plans)
     for plan in plans:
         _launch_worker(plan, places.get(plan.name), group, loopback, membership)
-    cluster_id = f"{spec.name}-{secrets.token_hex(4)}"
-    for i in range(spec.router.replicas):
-        _launch_router(spec, i, membership, cluster_id)
 
 
 def launch_worker(started: ClusterSpec, log_dir: str, plan: WorkerPlan, *, loopback: bool) -> None:

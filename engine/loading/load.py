@@ -1,14 +1,17 @@
 """load() makes of a model's name all that an engine runs, checked and ready. What it returns is whole.
 
     config -> weights -> own eager logits -> probe of each layer's KV -> kernels -> parity check -> pages -> steps
+              '------------------------------- Prepared -------------------------------------'
 
-The pages come last: on a GPU they take what weights and a step's peak leave of the memory.
+The pages come last: on a GPU they take what weights and a step's peak leave of the memory. What comes before is
+the same in all processes that load by the same options: one may do it for those that are forked of it (ready_made.py).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,11 +19,11 @@ import torch
 from transformers import PreTrainedModel
 
 from engine import device as devices
-from engine.adapters.products import hook_linears, numbered
+from engine.adapters.products import Adaptable, hook_linears, numbered
 from engine.adapters.store import Adapters
 from engine.adapters.weights import has_kernels
 from engine.attention import hooks
-from engine.loading import capacity, checks, parity
+from engine.loading import capacity, checks, parity, ready_made
 from engine.loading.cpu import CpuPlatform
 from engine.loading.gpu import GpuPlatform
 from engine.loading.platform import OWN_PAGES, Platform
@@ -34,7 +37,7 @@ from engine.pending import Steps
 from engine.process import end_team
 from engine.types import ModelInfo
 from engine.weights import int8, linear, loader, panels, ropes
-from engine.weights.config import ServedConfig, served_config
+from engine.weights.config import DTYPES, ServedConfig, served_config
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,16 @@ class LoadedModel:
     steps: Steps
     adapters: Adapters
     source: str  # a directory, or a name on the hub
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model that is checked, and has no pages yet. `reference`: what its own code says; None: it was not asked."""
+
+    info: ModelInfo
+    model: PagedModel
+    reference: parity.Reference | None
+    adaptable: Adaptable
 
 
 def silent(stage: str, fraction: float) -> None:
@@ -70,15 +83,33 @@ def load(
 
     Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
     """
+    with _computing(options, platform) as where:
+        return _load(options, where, progress, page_bytes_beside)
+
+
+@contextmanager
+def _computing(options: EngineOptions, platform: Platform | None = None) -> Iterator[Platform]:
     options.validate()
-    if options.threads is not None:
+    if options.threads not in (None, torch.get_num_threads()):  # to say so makes a thread that stays
         torch.set_num_threads(options.threads)
     if platform is None:
         platform = platform_on(devices.resolve(options.device))
-    with torch.inference_mode(), devices.current(platform.device):
-        loaded = _load(options, platform, progress, page_bytes_beside)
-    end_team()
-    return loaded
+    try:
+        with torch.inference_mode(), devices.current(platform.device):
+            yield platform
+    finally:
+        end_team()
+
+
+def prepare_for_forks(options: EngineOptions) -> None:
+    """What each process that is forked of this one would do to load by these options, but for the pages: they share the
+    weights, which nobody writes to. Of one process on a CPU. Raises as `load` does; no thread of its own is left.
+    Without native kernels nothing is kept: whoever loads later may be able to build them."""
+    key = ready_made.key_of(options)
+    with ready_made.kept_log() as log, _computing(options) as platform:
+        prepared = _prepare(None, options, platform, silent)
+    if prepared.model.backend.name == "native":
+        ready_made.put(key, prepared, log)
 
 
 def load_both(
@@ -135,6 +166,30 @@ def _load_beside(
     progress: Progress,
     page_bytes_beside: int,
 ) -> LoadedModel:
+    ready = ready_made.take(options) if team is None else None
+    if ready is None:
+        ready = _prepare(team, options, platform, progress)
+    model, reference = ready.model, ready.reference
+    info, scales = _with_scales(model, ready.info, reference, options)
+    progress("parity check", 1.0)
+    layout, pages = _allocate(model, info, scales, options, platform, page_bytes_beside)
+    make_steps = partial(platform.steps, model, pages, options, info)
+    steps = make_steps() if model.ranks is None else model.ranks.make_steps(info, make_steps)
+    adapters = Adapters(
+        ready.adaptable,
+        device=platform.device,
+        row_multiple=model.row_multiple,
+        is_native=has_kernels(platform.device, DTYPES[info.dtype]),
+        most=options.max_adapters,
+        why_none=_why_no_adapters(options),
+    )
+    progress("ready", 1.0)
+    return LoadedModel(
+        info=info, model=model, pages=pages, layout=layout, steps=steps, adapters=adapters, source=options.model
+    )
+
+
+def _prepare(team: StartedTeam | None, options: EngineOptions, platform: Platform, progress: Progress) -> Prepared:
     progress("weights", 0.0)
     served = served_config(options)
     loads_on = platform.device if team is None else torch.device("cpu")  # where it is mapped, and cut
@@ -174,23 +229,7 @@ def _load_beside(
     if reference is not None:
         progress("parity check", 0.0)
         _check_parity_or_in_float32(model, info, reference, options, platform)
-    info, scales = _with_scales(model, info, reference, options)
-    progress("parity check", 1.0)
-    layout, pages = _allocate(model, info, scales, options, platform, page_bytes_beside)
-    make_steps = partial(platform.steps, model, pages, options, info)
-    steps = make_steps() if model.ranks is None else model.ranks.make_steps(info, make_steps)
-    adapters = Adapters(
-        adaptable,
-        device=platform.device,
-        row_multiple=model.row_multiple,
-        is_native=has_kernels(platform.device, served.dtype),
-        most=options.max_adapters,
-        why_none=_why_no_adapters(options),
-    )
-    progress("ready", 1.0)
-    return LoadedModel(
-        info=info, model=model, pages=pages, layout=layout, steps=steps, adapters=adapters, source=options.model
-    )
+    return Prepared(info=info, model=model, reference=reference, adaptable=adaptable)
 
 
 def _why_no_adapters(options: EngineOptions) -> str:

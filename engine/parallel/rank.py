@@ -10,7 +10,6 @@ pages. It ends with the leader: by the kernel's signal when that dies, by the en
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -40,22 +39,14 @@ from engine.parallel.passing import Into, Out, Passing, SocketInto, SocketOut
 from engine.parallel.process_group import Groups
 from engine.parallel.shard import Position
 from engine.pending import Steps
-from engine.process import LOG_FORMAT, pin_process, sentence_of
+from engine.process import LOG_FORMAT, end_with_parent, pin_process, sentence_of
 from engine.types import OnLayer
 from engine.weights import loader
 from engine.weights.config import served_config
 
-PR_SET_PDEATHSIG = 1
 FAILED_EXIT_CODE = 1
 
 logger = logging.getLogger("engine.parallel.rank")
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when its parent dies, or end now if that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(FAILED_EXIT_CODE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ TOKENIZERS = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
 )
 POINTER = b"version https://git-lfs"
+Files = tuple[tuple[str, int, int, int], ...]  # of a directory: name, bytes, time of change, inode
 
 
 def why_incomplete(directory: Path) -> str:
@@ -31,6 +32,19 @@ def why_incomplete(directory: Path) -> str:
     if pointers := [path.name for path in weights if _is_pointer(path)]:
         return f"has a Git LFS pointer in place of {pointers[0]} (`git lfs pull` fetches it)"
     return "" if has_tokenizer(directory) else f"has no tokenizer ({TOKENIZERS[1]} or {TOKENIZERS[0]})"
+
+
+def files_of(directory: Path) -> Files:
+    """By which one that was changed, or put in another's place, is known. Of a name on the hub there are none."""
+    if not directory.is_dir():
+        return ()
+    stats = ((entry.name, entry.stat()) for entry in os.scandir(directory) if entry.is_file())
+    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats))
+
+
+def weight_bytes(directory: Path) -> int:
+    """Of all its files of weights together."""
+    return sum(path.stat().st_size for pattern in WEIGHTS for path in directory.glob(pattern))
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -1,18 +1,25 @@
-"""The fork server of a Ray of our own: one process imports once what every actor needs, and forks a worker process
-for each that the raylet starts; ask.py, which the raylet runs, asks for it.
+"""The fork server of a Ray of our own: it imports once what every actor needs, loads a small model once for all who
+serve it, and forks a worker process for each that the raylet starts; ask.py, which the raylet runs, asks for it.
 
-    import -> wait -> fork -> wait ... `up` has ended: end
-                       `-> in the fork: answer -> hear "go" -> take over what the raylet gave -> run Ray's own script
-                                        `-> nobody waits for it any more: end
+    server  import what routers need -> fork the loaded one -> fork the first who ask, pass on all others
+    loaded                              `-> import torch, transformers -> load -> fork who is passed on
+    fork    answer -> hear "go" -> take over what the raylet gave -> run Ray's own script
 
-Imports are paid once, and their memory is shared until it is written. Ray is not among them, which reads its settings
-from the environment when it is imported, and the raylet gives each worker its own. The server has one thread and no
-connection, so that nothing is half there in a fork: if a library ever starts a thread when it is imported, it ends, and
-workers are started as Ray starts them. It keeps nothing of its forks: Ray watches them, and they end with the raylet.
+    `up` has ended: the server ends, and the loaded one with it
+
+Imports are paid once, and their memory and the model's weights are shared until they are written. The first who ask
+become the controller and the routers, by the order in which actors are created: they start while the other process
+imports. If one becomes a worker it imports and loads for itself, as does whoever serves another model.
+
+Ray reads its settings from the environment when it is imported, which is when somebody asks first: who asks with other
+settings is left to Ray. Neither process has a second thread or a connection, so that nothing is half there in a fork:
+if a library ever starts a thread when it is imported, it ends, and workers are started as Ray starts them. They keep
+nothing of their forks: Ray watches them, and they end with the raylet.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -23,41 +30,31 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from cluster.deploy.forks.ask import ANSWER_TIMEOUT_S, GO, SOCKET_VARIABLE, STREAMS
-from engine.process import set_environment
+from cluster.deploy.forks.preload import Preload
+from engine.process import end_with_parent, set_environment
 from worker.heap import give_memory_back
 
-MODULES = (
-    "cluster.deploy.router_service",
-    "cluster.deploy.changes.rolling",  # the controller's class, which Ray has all who call it import
-    "worker.driver",
-    "worker.log_file",
-    "worker.process",
-    "mixed_worker.driver",  # of the parts of the two others
-    "google.protobuf.json_format",  # what Ray imports
-    "jsonschema",
-    "msgpack",
-    "pdb",
-    "pydantic.v1",
-    "requests",
-    "starlette.datastructures",
-)
 MAX_REQUEST_BYTES = 1 << 18  # more does not fit into a message
 FORKED = b"f"
+PASSED_ON = b"p"
 STDIN = 0
+LOAD_S = 20  # of a model: whoever asks waits no longer than ANSWER_TIMEOUT_S, and gets the imports at least
+ENDING_S, LOOK_S = 1.0, 0.01  # that threads are waited for, and between two looks
 
 
-def start_fork_server(folder: Path, threads: int, modules: Sequence[str] = MODULES) -> subprocess.Popen[bytes]:
-    """It ends when its stdin is closed: by the caller, or by the caller's own end. `folder` is private; `threads` are a
-    worker's."""
+def start_fork_server(folder: Path, preload: Preload) -> subprocess.Popen[bytes]:
+    """It ends when its stdin is closed: by the caller, or by the caller's own end. `folder` is private."""
     os.environ[SOCKET_VARIABLE] = path = str(folder / "forks")  # for ask.py, by way of the raylet
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, path, str(threads), *modules],
+        [sys.executable, "-P", "-m", __name__, path, json.dumps(asdict(preload))],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -67,63 +64,159 @@ def start_fork_server(folder: Path, threads: int, modules: Sequence[str] = MODUL
 
 
 def main() -> None:
+    preload = Preload(**json.loads(sys.argv[2]))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(sys.argv[1])
         listener.listen()
-        _import_all(sys.argv[3:], threads=int(sys.argv[2]))
-        request = _serve(listener)
-    if request is not None:
-        sys.argv = request["arguments"]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        _prepare_environment(preload.threads)
+        with _kept():
+            _import_all(preload.light_modules)
+        to_loaded, from_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server = os.getpid()
+        if os.fork() > 0:
+            from_server.close()
+            with to_loaded:
+                request = _serve(_first(listener, to_loaded, preload.num_light), preload.ray_modules)
+        else:
+            end_with_parent(server)
+            to_loaded.close()
+            listener.close()
+            with from_server:
+                with _kept():
+                    _import_all(preload.modules)
+                if preload.engine is not None:
+                    with _kept():
+                        _load(preload.engine)
+                request = _serve(_passed_on(from_server), preload.ray_modules)
+    if request is None:
+        os._exit(0)  # Ray, where it is imported, would look for what to end
+    sys.argv = request["arguments"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _import_all(modules: Sequence[str], *, threads: int) -> None:
+def _prepare_environment(threads: int) -> None:
     set_environment(threads)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is imported
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """What is made inside stays: no fork's collections write to it, nor look through it, which took 0.2 s."""
     gc.disable()
-    for module in modules:
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # so that a fork's collections write to none of it
+    yield
+    gc.freeze()
     gc.enable()
     give_memory_back()
 
 
-def _serve(listener: socket.socket) -> dict[str, Any] | None:
-    """What this process is to run: returns in each fork, with nothing in the server when `up` has ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork
+def _import_all(modules: Sequence[str]) -> None:
+    for module in modules:
+        import_module(module)
+
+
+def _load(engine: Mapping[str, Any]) -> None:
+    """Where it cannot be loaded, or not soon, workers load for themselves, and say why not."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from engine.loading.load import prepare_for_forks
+    from engine.options import EngineOptions
+
+    disable_progress_bar()  # it has a thread
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.alarm(LOAD_S)
+    with contextlib.suppress(Exception, KeyboardInterrupt):
+        prepare_for_forks(EngineOptions(**engine))
+    signal.alarm(0)
+    gc.collect()
+
+
+def _first(listener: socket.socket, to_loaded: socket.socket, count: int) -> Iterator[socket.socket]:
+    """Those who ask first, until `up` has ended; all others are passed on to the loaded process."""
     waiting = select.poll()
     waiting.register(STDIN, 0)  # its end
     waiting.register(listener, select.POLLIN)
-    while all(descriptor != STDIN for descriptor, _ in waiting.poll()) and _has_one_thread():
+    while all(descriptor != STDIN for descriptor, _ in waiting.poll()):
         asker, _ = listener.accept()
-        with asker:
-            if os.fork() == 0:
+        if count > 0:
+            count -= 1
+            yield asker
+            continue
+        with asker, contextlib.suppress(OSError):  # it is not there any more: Ray starts who asked
+            socket.send_fds(to_loaded, [PASSED_ON], [asker.fileno()])
+
+
+def _passed_on(from_server: socket.socket) -> Iterator[socket.socket]:
+    """Until the server has ended."""
+    while descriptors := socket.recv_fds(from_server, len(PASSED_ON), 1)[1]:
+        yield socket.socket(fileno=descriptors[0])
+
+
+def _serve(askers: Iterator[socket.socket], ray_modules: Sequence[str]) -> dict[str, Any] | None:
+    """What this process is to run: returns in each fork, with nothing in the server when it has ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork
+    settings: dict[str, str] | None = None  # of Ray's; None: it is not imported yet
+    for asker in askers:
+        with asker, contextlib.suppress(OSError, ValueError):  # it has ended: nothing can be read
+            asked = _Asked.of(asker)
+            if settings is None:
+                os.environ.update(asked.settings)
+                with _kept():
+                    _import_all(ray_modules)
+                settings = asked.settings
+            if not _has_one_thread():
+                return None
+            if asked.settings == settings and os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                return _taken_over(asker)
+                return asked.taken_over(asker)
+            asked.close()
     return None
 
 
 def _has_one_thread() -> bool:
-    return len(os.listdir("/proc/self/task")) == 1
+    """In a moment: one that has been told to end may still run."""
+    deadline_s = time.monotonic() + ENDING_S
+    while len(os.listdir("/proc/self/task")) > 1:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(LOOK_S)
+    return True
 
 
-def _taken_over(asker: socket.socket) -> dict[str, Any] | None:
-    """What the asker wants to be run, in its place; None if it does not want it any more."""
-    asker.settimeout(ANSWER_TIMEOUT_S)
-    try:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """How the process stands that asks, and its streams."""
+
+    standing: Mapping[str, Any]
+    streams: Sequence[int]
+
+    @classmethod
+    def of(cls, asker: socket.socket) -> _Asked:
+        asker.settimeout(ANSWER_TIMEOUT_S)
         message, streams, _, _ = socket.recv_fds(asker, MAX_REQUEST_BYTES, len(STREAMS))
-        asker.send(FORKED)
-        if asker.recv(len(GO)) != GO:
+        return cls(json.loads(message), streams)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Ray's."""
+        return {key: value for key, value in self.standing["environment"].items() if key.startswith("RAY_")}
+
+    def close(self) -> None:
+        for stream in self.streams:
+            os.close(stream)
+
+    def taken_over(self, asker: socket.socket) -> dict[str, Any] | None:
+        """What the asker wants to be run, in its place; None if it does not want it any more."""
+        try:
+            asker.send(FORKED)
+            if asker.recv(len(GO)) != GO:
+                return None
+        except OSError:
             return None
-    except OSError:
-        return None
-    standing: dict[str, Any] = json.loads(message)
-    _stand_as(standing)
-    for ours, theirs in zip(STREAMS, streams, strict=True):
-        os.dup2(theirs, ours)
-        os.close(theirs)
-    return standing
+        _stand_as(self.standing)
+        for ours, theirs in zip(STREAMS, self.streams, strict=True):
+            os.dup2(theirs, ours)
+            os.close(theirs)
+        return dict(self.standing)
 
 
 def _stand_as(standing: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from cluster.deploy.forks.preload import Preload
 from cluster.deploy.forks.server import start_fork_server
 from cluster.deploy.own_ray.lean import RUNTIME_ENVIRONMENTS, lean_ray
 from worker.wire.private_files import write_private
@@ -63,9 +64,9 @@ class LocalRay:
         self._keepers: dict[str, psutil.Process] = {}
         self._forks: subprocess.Popen[bytes] | None = None
 
-    def start(self, namespace: str, needs: Mapping[str, float], *, threads: int = 0) -> None:
-        """`needs`: what all actors together ask for, by Ray's names. `threads`: a worker's, if workers may be forked
-        of one process that has imported what they need. Raises RuntimeError or OSError."""
+    def start(self, namespace: str, needs: Mapping[str, float], preload: Preload | None = None) -> None:
+        """`needs`: what all actors together ask for, by Ray's names. `preload`: they are forked of a process that has
+        it; None: Ray starts them. Raises RuntimeError or OSError."""
         base = _base()
         _sweep(base)
         folder, self._lock = _make_folder(base)
@@ -75,8 +76,8 @@ class LocalRay:
         token_path = folder / "token"
         write_private(token_path, secrets.token_hex(32))
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token_path))
-        if threads and not needs.get("GPU"):  # what CUDA keeps of a fork was not tried
-            self._forks = start_fork_server(folder, threads)
+        if preload is not None:
+            self._forks = start_fork_server(folder, preload)
         import ray
 
         logging.getLogger("ray").setLevel(logging.CRITICAL)

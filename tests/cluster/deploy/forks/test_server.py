@@ -11,18 +11,24 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
+import psutil
 import pytest
 
 from cluster.deploy.forks import ask
 from cluster.deploy.forks.ask import GO, SOCKET_VARIABLE, STREAMS
+from cluster.deploy.forks.preload import Preload
 from cluster.deploy.forks.server import FORKED, start_fork_server
+from kvrelay.demo_model import make_demo_model
 
 TELLS_OF_ITSELF = """
 import json, os, resource, sys
 told = {"is_leader": os.getpgrp() == os.getpid(), "parent": os.getppid(),
     "arguments": sys.argv[1:], "folder": os.getcwd(),
-    "mine": os.environ.get("MINE"), "is_imported": "sched" in sys.modules, "script": os.path.basename(sys.argv[0]),
+    "mine": os.environ.get("MINE"), "imported": sorted({"sched", "shlex"} & set(sys.modules)),
+    "is_loaded": bool(getattr(sys.modules.get("engine.loading.ready_made"), "_kept", None)),
+    "script": os.path.basename(sys.argv[0]),
     "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0], "oom": open("/proc/self/oom_score_adj").read().strip()}
 print(json.dumps(told), flush=True)
 """
@@ -38,8 +44,19 @@ def scripts(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def fork_server(folder: Path, *modules: str) -> Iterator[subprocess.Popen[bytes]]:
-    server = start_fork_server(folder, 1, modules)
+def fork_server(
+    folder: Path, *modules: str, num_light: int = 0, model: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    engine = None if model is None else {"model": str(model), "threads": 1}
+    preload = Preload(
+        threads=1,
+        light_modules=("sched",),
+        num_light=num_light,
+        modules=modules,
+        ray_modules=(),
+        engine=engine,
+    )
+    server = start_fork_server(folder, preload)
     try:
         while not (folder / "forks").exists() and server.poll() is None:
             time.sleep(0.01)
@@ -61,14 +78,54 @@ def worker_of(scripts: Path, *flags: str) -> dict[str, object]:
 
 
 def test_a_fork_has_what_the_raylet_gave_and_what_the_server_imported(scripts: Path) -> None:
-    with fork_server(scripts, "sched") as server:
+    with fork_server(scripts, "shlex") as server:
         told = worker_of(scripts, PYTHON)
-    assert told["parent"] == server.pid
-    assert told["is_imported"]
+        parent = psutil.Process(cast(int, told["parent"]))
+        assert parent.ppid() == server.pid
+    assert told["imported"] == ["sched", "shlex"]
     assert told["is_leader"]
     assert told["script"] == "default_worker.py"
     assert told["arguments"] == ["--worker-id=1"]
     assert (told["folder"], told["mine"], told["open_files"], told["oom"]) == (str(scripts), "yes", 99, "7")
+
+
+def test_the_first_do_not_wait_for_what_workers_import(scripts: Path) -> None:
+    (scripts / "slow.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(scripts / 'go')!r}): time.sleep(0.01)\n"
+    )
+    sys.path.insert(0, str(scripts))
+    try:
+        with fork_server(scripts, "slow", "shlex", num_light=2) as server:
+            for told in (worker_of(scripts, PYTHON), worker_of(scripts, PYTHON)):
+                assert (told["parent"], told["imported"]) == (server.pid, ["sched"])
+            (scripts / "go").touch()
+            assert worker_of(scripts, PYTHON)["imported"] == ["sched", "shlex"]
+    finally:
+        sys.path.remove(str(scripts))
+
+
+def test_who_has_other_settings_of_rays_than_the_first_is_started_by_ray(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads them when it is imported."""
+    with fork_server(scripts):
+        for niceness, script in (("1", "default_worker.py"), ("2", "setup_worker.py"), ("1", "default_worker.py")):
+            monkeypatch.setenv("RAY_worker_niceness", niceness)
+            assert worker_of(scripts, PYTHON)["script"] == script
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_model_is_there_in_all_forks_or_theirs_to_load(scripts: Path, is_there: bool) -> None:
+    model = make_demo_model(scripts / "model") if is_there else scripts / "missing"
+    with fork_server(scripts, model=model):
+        for told in (worker_of(scripts, PYTHON), worker_of(scripts, PYTHON)):
+            assert (told["script"], told["is_loaded"]) == ("default_worker.py", is_there)
+
+
+def test_workers_are_rays_to_start_where_the_loaded_process_has_ended(scripts: Path) -> None:
+    with fork_server(scripts, "no_such_module", num_light=1):
+        assert worker_of(scripts, PYTHON)["script"] == "default_worker.py"
+        assert worker_of(scripts, PYTHON)["script"] == "setup_worker.py"
 
 
 def test_the_server_ends_with_who_started_it(scripts: Path) -> None:
@@ -79,7 +136,7 @@ def test_the_server_ends_with_who_started_it(scripts: Path) -> None:
 
 @pytest.mark.parametrize("flag", ['--serialized-runtime-env-context={"env_vars": {}}', "--language=JAVA"])
 def test_what_needs_setting_up_is_rays_to_start(scripts: Path, flag: str) -> None:
-    with fork_server(scripts, "sched"):
+    with fork_server(scripts):
         told = worker_of(scripts, flag)
     assert told["script"] == "setup_worker.py"
     assert flag in str(told["arguments"])
