@@ -9,7 +9,16 @@ from pathlib import Path
 import grpc
 import pytest
 
-from cluster.router.live.bundles import BUSY, IDLE, LOOK_S, UNTARGETED_S, Bundles, thread_wanted_s
+from cluster.router.live.bundles import (
+    BUSY,
+    IDLE,
+    LOOK_S,
+    MOST_S,
+    TICKS_A_S,
+    UNTARGETED_S,
+    Bundles,
+    thread_wanted_s,
+)
 from cluster.router.live.requests import MAX_AT_ONCE, ChoiceUpdate, NewRequest, RequestFailed, Submission
 from cluster.router.live.turns import Turns
 from engine.types import FinishReason
@@ -67,6 +76,7 @@ def test_the_share_is_of_the_requests_target_then_of_the_routers_then_of_a_usual
         thread.run(LOOK_S, busy=1.0)
         assert bundles.keep_s(0.0) == pytest.approx(0.5 * target_s)
         assert bundles.keep_s(0.1) == pytest.approx(0.05)
+        assert bundles.keep_s(1000.0) == MOST_S
 
 
 def test_a_share_of_nothing_keeps_nothing() -> None:
@@ -175,6 +185,35 @@ async def test_a_failure_waits_for_nothing_and_what_came_before_it_is_told_first
         assert count(await taken) == 1
         with pytest.raises(RequestFailed, match="gone"):
             await call.updates()
+
+
+async def test_a_wait_that_ended_early_does_not_end_the_next_one() -> None:
+    bundles = Keeping(0.02)
+    call = await _begun(bundles)
+    async with asyncio.timeout(SOON_S):
+        first = await _kept(call)
+        for _ in range(MAX_AT_ONCE // 2):
+            call.put(_token())
+        assert await first
+        bundles.seconds = LONG_S
+        second = await _kept(call)
+        call.put(_token())
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        second.cancel()
+
+
+async def test_waits_that_end_at_about_the_same_time_end_together() -> None:
+    bundles, ended = Bundles(), []
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for seconds in (0.05, 0.05, 0.5 / TICKS_A_S):
+        bundles.call_after(seconds, lambda: ended.append(loop.time() - began))
+    await asyncio.sleep(0.1)
+    soon, *together = ended
+    assert 0 < soon < 0.05
+    assert together[0] >= 0.05 - 1 / TICKS_A_S
+    assert together[1] - together[0] < 1 / TICKS_A_S
 
 
 async def test_a_reader_that_goes_while_tokens_are_kept_leaves_no_timer() -> None:
