@@ -13,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-BEAT_S = 0.1
-LAG_BEATS = 10  # whose worst lag is told
+BEAT_S = 0.2  # each wakes a process that has nothing else to do
+LAG_BEATS = 5  # whose worst lag is told
 STILL_S = 0.5  # a beat that is later than that was a stop
 
 

@@ -24,12 +24,13 @@ COLUMNS = {"prefill": COSTS.index("prompt_token_s"), "decode": COSTS.index("requ
 
 
 class StepTimes:
-    """One thread notes steps, and another may ask meanwhile: each array is replaced whole."""
+    """One thread notes steps, and another may ask meanwhile: what it reads is replaced whole."""
 
     def __init__(self) -> None:
         self.prompt_share = 0.0  # see share_after
-        self._with_prompts = np.zeros((NUM_COSTS + 1, NUM_COSTS + 1))
-        self._without = self._with_prompts
+        nothing = np.zeros((NUM_COSTS + 1, NUM_COSTS + 1))
+        self._sums = nothing, nothing  # of steps with prompts, and without
+        self._fitted: tuple[Any, Any, StepCosts | None] = (None, None, None)  # of which sums, for what, and the costs
 
     def note(self, prompt_tokens: int, requests: int, context_tokens: int, taken_s: float, guesses: int = 0) -> None:
         """A step with so many tokens of prompts, one token each of `requests`, and their context with those. `guesses`
@@ -38,22 +39,31 @@ class StepTimes:
             return
         read = prompt_tokens + guesses
         row = np.array((1.0, read, requests, context_tokens, bool(read and requests), taken_s)) / taken_s
+        with_prompts, without = self._sums
         if read:
-            self._with_prompts = KEPT * self._with_prompts + np.outer(row, row)
+            self._sums = KEPT * with_prompts + np.outer(row, row), without
         else:
-            self._without = KEPT * self._without + np.outer(row, row)
+            self._sums = with_prompts, KEPT * without + np.outer(row, row)
         if requests:
             self.prompt_share = share_after(self.prompt_share, prompt_tokens)
 
     def costs(self, phases: Collection[str] = (), enough: float = ENOUGH) -> StepCosts | None:
         """None while fewer steps have been seen, or none of one of these phases: its costs would be taken for 0."""
-        sums = self._with_prompts + self._without
-        if sums[-1, -1] < enough:  # taken_s / taken_s for each
-            return None
-        if any(not sums[COLUMNS[phase], COLUMNS[phase]] for phase in phases):
-            return None
-        costs = _least_squares(sums)
-        return StepCosts(**dict(zip(COSTS, costs, strict=True)), spread=_spread(sums, costs))
+        sums, asked = self._sums, (tuple(phases), enough)
+        of_sums, of_asked, costs = self._fitted
+        if of_sums is not sums or of_asked != asked:  # an idle worker is asked five times a second
+            costs = _fit(sums[0] + sums[1], *asked)
+            self._fitted = sums, asked, costs
+        return costs
+
+
+def _fit(sums: np.ndarray[Any, np.dtype[np.float64]], phases: Collection[str], enough: float) -> StepCosts | None:
+    if sums[-1, -1] < enough:  # taken_s / taken_s for each
+        return None
+    if any(not sums[COLUMNS[phase], COLUMNS[phase]] for phase in phases):
+        return None
+    costs = _least_squares(sums)
+    return StepCosts(**dict(zip(COSTS, costs, strict=True)), spread=_spread(sums, costs))
 
 
 def _spread(sums: np.ndarray[Any, np.dtype[np.float64]], costs: Sequence[float]) -> float:
