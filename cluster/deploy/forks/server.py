@@ -159,6 +159,8 @@ def _serve(askers: Iterator[socket.socket], ray_modules: Sequence[str]) -> dict[
         with asker, contextlib.suppress(OSError, ValueError):  # it has ended: nothing can be read
             asked = _Asked.of(asker)
             if settings is None:
+                for key in _settings_of(os.environ).keys() - asked.settings.keys():
+                    del os.environ[key]  # which a raylet was not to have
                 os.environ.update(asked.settings)
                 with _kept():
                     _import_all(ray_modules)
@@ -198,7 +200,7 @@ class _Asked:
     @property
     def settings(self) -> dict[str, str]:
         """Ray's."""
-        return {key: value for key, value in self.standing["environment"].items() if key.startswith("RAY_")}
+        return _settings_of(self.standing["environment"])
 
     def close(self) -> None:
         for stream in self.streams:
@@ -217,6 +219,10 @@ class _Asked:
             os.dup2(theirs, ours)
             os.close(theirs)
         return dict(self.standing)
+
+
+def _settings_of(environment: Mapping[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key.startswith("RAY_")}
 
 
 def _stand_as(standing: Mapping[str, Any]) -> None:

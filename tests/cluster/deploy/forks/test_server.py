@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -45,7 +45,7 @@ def scripts(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def fork_server(
-    folder: Path, *modules: str, num_light: int = 0, model: Path | None = None
+    folder: Path, *modules: str, num_light: int = 0, model: Path | None = None, ray_modules: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
     engine = None if model is None else {"model": str(model), "threads": 1}
     preload = Preload(
@@ -53,7 +53,7 @@ def fork_server(
         light_modules=("sched",),
         num_light=num_light,
         modules=modules,
-        ray_modules=(),
+        ray_modules=ray_modules,
         engine=engine,
     )
     server = start_fork_server(folder, preload)
@@ -112,6 +112,22 @@ def test_who_has_other_settings_of_rays_than_the_first_is_started_by_ray(
         for niceness, script in (("1", "default_worker.py"), ("2", "setup_worker.py"), ("1", "default_worker.py")):
             monkeypatch.setenv("RAY_worker_niceness", niceness)
             assert worker_of(scripts, PYTHON)["script"] == script
+
+
+def test_ray_is_imported_with_the_settings_of_the_first_who_asks(
+    scripts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = scripts / "told"
+    (scripts / "reads_settings.py").write_text(
+        f"import os\nopen({str(told)!r}, 'w').write(','.join(sorted(key for key in os.environ if 'RAY_' in key)))\n"
+    )
+    monkeypatch.setenv("RAY_ADDRESS", "another's")
+    monkeypatch.syspath_prepend(str(scripts))
+    with fork_server(scripts, ray_modules=("reads_settings",)):
+        monkeypatch.delenv("RAY_ADDRESS")
+        monkeypatch.setenv("RAY_JOB_ID", "01000000")
+        assert worker_of(scripts, PYTHON)["script"] == "default_worker.py"
+    assert told.read_text() == "RAY_JOB_ID"
 
 
 @pytest.mark.parametrize("is_there", [True, False])
