@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -203,17 +205,32 @@ async def test_a_wait_that_ended_early_does_not_end_the_next_one() -> None:
         second.cancel()
 
 
-async def test_waits_that_end_at_about_the_same_time_end_together() -> None:
-    bundles, ended = Bundles(), []
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    for seconds in (0.05, 0.05, 0.5 / TICKS_A_S):
-        bundles.call_after(seconds, lambda: ended.append(loop.time() - began))
-    await asyncio.sleep(0.1)
-    soon, *together = ended
-    assert 0 < soon < 0.05
-    assert together[0] >= 0.05 - 1 / TICKS_A_S
-    assert together[1] - together[0] < 1 / TICKS_A_S
+class Loop:
+    """What `call_after` has of an event loop: a clock, and timers."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.timers: list[tuple[float, Callable[[int], None], int]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, at: float, call: Callable[[int], None], tick: int) -> None:
+        self.timers.append((at, call, tick))
+
+
+def test_waits_that_end_at_about_the_same_time_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    bundles, loop = Bundles(), Loop()
+    ended: list[str] = []
+    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
+    for name, seconds in (("one", 0.052), ("soon", 0.1 / TICKS_A_S), ("another", 0.051)):
+        bundles.call_after(seconds, partial(ended.append, name))
+        loop.now += 0.001
+    assert len(loop.timers) == 2
+    for at, call, tick in sorted(loop.timers):
+        assert loop.now <= at + 1 / TICKS_A_S
+        call(tick)
+    assert ended == ["soon", "one", "another"]
 
 
 async def test_a_reader_that_goes_while_tokens_are_kept_leaves_no_timer() -> None:
