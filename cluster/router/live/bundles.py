@@ -63,10 +63,12 @@ class Bundles:
         return min(MOST_S, self._fullness * self._share * (tpot_s or self._tpot_s))
 
     def call_after(self, seconds: float, call: Callable[[], None]) -> None:
-        """In the running loop, a tick early at most, or late. It cannot be taken back."""
+        """In the running loop, a tick early at most, and less than a tick to the point. It cannot be taken back."""
         loop = asyncio.get_running_loop()
-        now = loop.time() * TICKS_A_S
-        tick = max(int(now) + 1, int(now + seconds * TICKS_A_S))
+        if seconds * TICKS_A_S < 1:
+            loop.call_later(seconds, call)
+            return
+        tick = int((loop.time() + seconds) * TICKS_A_S)
         if tick not in self._ticks:
             self._ticks[tick] = []
             loop.call_at(tick / TICKS_A_S, self._end, tick)

@@ -210,13 +210,16 @@ class Loop:
 
     def __init__(self) -> None:
         self.now = 10.0
-        self.timers: list[tuple[float, Callable[[int], None], int]] = []
+        self.timers: list[tuple[float, Callable[[], None]]] = []
 
     def time(self) -> float:
         return self.now
 
-    def call_at(self, at: float, call: Callable[[int], None], tick: int) -> None:
-        self.timers.append((at, call, tick))
+    def call_at(self, at: float, call: Callable[..., None], *arguments: int) -> None:
+        self.timers.append((at, partial(call, *arguments)))
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        self.call_at(self.now + seconds, call)
 
 
 def test_waits_that_end_at_about_the_same_time_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,10 +229,11 @@ def test_waits_that_end_at_about_the_same_time_end_together(monkeypatch: pytest.
     for name, seconds in (("one", 0.052), ("soon", 0.1 / TICKS_A_S), ("another", 0.051)):
         bundles.call_after(seconds, partial(ended.append, name))
         loop.now += 0.001
-    assert len(loop.timers) == 2
-    for at, call, tick in sorted(loop.timers):
-        assert loop.now <= at + 1 / TICKS_A_S
-        call(tick)
+    (soon, first), (together, others) = sorted(loop.timers, key=lambda timer: timer[0])
+    assert soon == pytest.approx(10.001 + 0.1 / TICKS_A_S), "steps are shorter than a tick, and come apart"
+    assert 10.052 - 1 / TICKS_A_S <= together <= 10.052
+    first()
+    others()
     assert ended == ["soon", "one", "another"]
 
 
