@@ -66,8 +66,9 @@ def start_fork_server(folder: Path, preload: Preload) -> subprocess.Popen[bytes]
 def main() -> None:
     preload = Preload(**json.loads(sys.argv[2]))
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(sys.argv[1])
+        listener.bind(f"{sys.argv[1]}.new")
         listener.listen()
+        os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # whoever sees it can ask
         _prepare_environment(preload.threads)
         with _kept():
             _import_all(preload.light_modules)
