@@ -102,9 +102,8 @@ class FrontOptions:
 
     bundle_share: float = knob(
         1.0,
-        "of a request's TPOT target, or of 50 ms without one: for so long, a second at most, a busy router keeps its "
-        "tokens after a message, to send them in one. At rest it keeps none, never the first or what comes with the "
-        "last; 0: never",
+        "of a request's TPOT target, or of 50 ms without one: for so long a busy router keeps its tokens after a "
+        "message, to send them in one. At rest it keeps none, never the first or what comes with the last; 0: never",
         unit="share of the target",
         ge=0,
     )

@@ -1,5 +1,4 @@
-"""Bundles says for how long a stream's tokens are kept after a message, to go to the client together, and when that is
-over: one timer ends the waits of all streams that end in the same tick.
+"""Bundles says for how long a stream's tokens are kept after a message, to go to the client together.
 
 Most of what a token costs the router is its message, so a busy router sends fewer: the busier the event loop's thread,
 the longer tokens are kept, up to a share of the TPOT target. It is busy while it runs, and while it stands in line for
@@ -9,14 +8,11 @@ nor E2EL is longer; vLLM's `stream_interval` counts tokens instead.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 LOOK_S = 0.1  # between two looks at how busy the thread is
-TICKS_A_S = 200
-MOST_S = 1.0  # that anything is kept, however long a target may be
 IDLE, BUSY = 0.3, 0.6  # shares of a core: nothing is kept up to the one, all of the share from the other on
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 UNTARGETED_S = 0.05  # what counts as a target where there is none
@@ -47,7 +43,6 @@ class Bundles:
         self._wanted_s = wanted_s
         self._looked: tuple[float, float] | None = None
         self._fullness = 0.0  # of the share, by how busy the thread was
-        self._ticks: dict[int, list[Callable[[], None]]] = {}
 
     def set_targets(self, share: float, tpot_s: float) -> None:
         self._share = share
@@ -60,23 +55,7 @@ class Bundles:
         now = self._clock()
         if self._looked is None or now - self._looked[0] >= LOOK_S:
             self._look(now)
-        return min(MOST_S, self._fullness * self._share * (tpot_s or self._tpot_s))
-
-    def call_after(self, seconds: float, call: Callable[[], None]) -> None:
-        """In the running loop, a tick early at most, and less than a tick to the point. It cannot be taken back."""
-        loop = asyncio.get_running_loop()
-        if seconds * TICKS_A_S < 1:
-            loop.call_later(seconds, call)
-            return
-        tick = int((loop.time() + seconds) * TICKS_A_S)
-        if tick not in self._ticks:
-            self._ticks[tick] = []
-            loop.call_at(tick / TICKS_A_S, self._end, tick)
-        self._ticks[tick].append(call)
-
-    def _end(self, tick: int) -> None:
-        for call in self._ticks.pop(tick):
-            call()
+        return self._fullness * self._share * (tpot_s or self._tpot_s)
 
     def _look(self, now: float) -> None:
         wanted_s = self._wanted_s()

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import grpc
@@ -363,17 +362,17 @@ class Submission:
 
     async def _keep(self, seconds: float) -> None:
         """Let tokens gather for so long, or until they are many, a choice ends or the call fails."""
-        self._waiter = waiter = asyncio.get_running_loop().create_future()
-        self._is_keeping = True
-        self._bundles.call_after(seconds, partial(self._wake, waiter))
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(seconds, self._wake)
+        self._waiter, self._is_keeping = loop.create_future(), True
         try:
-            await waiter
+            await self._waiter
         finally:
+            timer.cancel()
             self._is_keeping = False
 
-    def _wake(self, only: asyncio.Future[None] | None = None) -> None:
-        """`only`: this wait, if it is not over."""
-        if self._waiter is not None and only in (None, self._waiter):
+    def _wake(self) -> None:
+        if self._waiter is not None:
             self._turns.wake(self.choices[0].owner, self._waiter)
             self._waiter = None
 

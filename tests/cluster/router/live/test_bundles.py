@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
-from cluster.router.live.bundles import (
-    BUSY,
-    IDLE,
-    LOOK_S,
-    MOST_S,
-    TICKS_A_S,
-    UNTARGETED_S,
-    Bundles,
-    thread_wanted_s,
-)
+from cluster.router.live.bundles import BUSY, IDLE, LOOK_S, UNTARGETED_S, Bundles, thread_wanted_s
 from cluster.router.live.requests import MAX_AT_ONCE, ChoiceUpdate, NewRequest, RequestFailed, Submission
 from cluster.router.live.turns import Turns
 from engine.types import FinishReason
@@ -78,7 +67,6 @@ def test_the_share_is_of_the_requests_target_then_of_the_routers_then_of_a_usual
         thread.run(LOOK_S, busy=1.0)
         assert bundles.keep_s(0.0) == pytest.approx(0.5 * target_s)
         assert bundles.keep_s(0.1) == pytest.approx(0.05)
-        assert bundles.keep_s(1000.0) == MOST_S
 
 
 def test_a_share_of_nothing_keeps_nothing() -> None:
@@ -187,54 +175,6 @@ async def test_a_failure_waits_for_nothing_and_what_came_before_it_is_told_first
         assert count(await taken) == 1
         with pytest.raises(RequestFailed, match="gone"):
             await call.updates()
-
-
-async def test_a_wait_that_ended_early_does_not_end_the_next_one() -> None:
-    bundles = Keeping(0.02)
-    call = await _begun(bundles)
-    async with asyncio.timeout(SOON_S):
-        first = await _kept(call)
-        for _ in range(MAX_AT_ONCE // 2):
-            call.put(_token())
-        assert await first
-        bundles.seconds = LONG_S
-        second = await _kept(call)
-        call.put(_token())
-        await asyncio.sleep(0.05)
-        assert not second.done()
-        second.cancel()
-
-
-class Loop:
-    """What `call_after` has of an event loop: a clock, and timers."""
-
-    def __init__(self) -> None:
-        self.now = 10.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def call_at(self, at: float, call: Callable[..., None], *arguments: int) -> None:
-        self.timers.append((at, partial(call, *arguments)))
-
-    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
-        self.call_at(self.now + seconds, call)
-
-
-def test_waits_that_end_at_about_the_same_time_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    bundles, loop = Bundles(), Loop()
-    ended: list[str] = []
-    monkeypatch.setattr(asyncio, "get_running_loop", lambda: loop)
-    for name, seconds in (("one", 0.052), ("soon", 0.1 / TICKS_A_S), ("another", 0.051)):
-        bundles.call_after(seconds, partial(ended.append, name))
-        loop.now += 0.001
-    (soon, first), (together, others) = sorted(loop.timers, key=lambda timer: timer[0])
-    assert soon == pytest.approx(10.001 + 0.1 / TICKS_A_S), "steps are shorter than a tick, and come apart"
-    assert 10.052 - 1 / TICKS_A_S <= together <= 10.052
-    first()
-    others()
-    assert ended == ["soon", "one", "another"]
 
 
 async def test_a_reader_that_goes_while_tokens_are_kept_leaves_no_timer() -> None:
