@@ -6,11 +6,9 @@ measured used, and how much was used by anything else, so that a result carries 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -21,11 +19,12 @@ from typing import Any
 
 import psutil
 
+from engine import process
+
 REPO = Path(__file__).resolve().parent.parent
 RESULTS = REPO / "bench" / "results"
 MODELS = REPO / ".bench"
 LOOK_S = 3.0
-PR_SET_PDEATHSIG = 1
 # By what matters to bfloat16 on a CPU: Intel's tiles; the same where the host keeps them from its guests; AMD's with
 # AVX512-BF16, Zen 5 and before it Zen 4, which computes it in halves of 256 bits; those that compute it in float32.
 KINDS_OF_CPU = {
@@ -84,7 +83,7 @@ def demo_model(size: Any) -> Path:
 
 def end_with_parent() -> None:
     """Called first in a child: a stopped process would outlive whoever was to let it go on."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    process.end_with_parent(os.getppid())
 
 
 def commit() -> str | None:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from engine import device as devices
-from engine.adapters.products import Adaptable, hook_linears, numbered
+from engine.adapters.products import hook_linears, numbered
 from engine.adapters.store import Adapters
 from engine.adapters.weights import has_kernels
 from engine.attention import hooks
@@ -27,6 +27,7 @@ from engine.loading import capacity, checks, parity, ready_made
 from engine.loading.cpu import CpuPlatform
 from engine.loading.gpu import GpuPlatform
 from engine.loading.platform import OWN_PAGES, Platform
+from engine.loading.ready_made import Prepared
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages import fp8
@@ -54,16 +55,6 @@ class LoadedModel:
     steps: Steps
     adapters: Adapters
     source: str  # a directory, or a name on the hub
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A model that is checked, and has no pages yet. `reference`: what its own code says; None: it was not asked."""
-
-    info: ModelInfo
-    model: PagedModel
-    reference: parity.Reference | None
-    adaptable: Adaptable
 
 
 def silent(stage: str, fraction: float) -> None:

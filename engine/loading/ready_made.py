@@ -7,17 +7,32 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.options import EngineOptions
 from engine.weights.files import Files, files_of
 
-if TYPE_CHECKING:
-    from engine.loading.load import Prepared
+if TYPE_CHECKING:  # whoever asks who can share a model has no torch
+    from engine.adapters.products import Adaptable
+    from engine.loading.parity import Reference
+    from engine.paged_model import PagedModel
+    from engine.types import ModelInfo
 
+MOST_LINES = 10_000  # that are kept of a log
 Log = list[logging.LogRecord]
 Key = tuple[EngineOptions, Files]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model that is checked, and has no pages yet. `reference`: what its own code says; None: it was not asked."""
+
+    info: ModelInfo
+    model: PagedModel
+    reference: Reference | None
+    adaptable: Adaptable
 
 
 @dataclass(slots=True)
@@ -56,25 +71,16 @@ def alike(options: EngineOptions) -> EngineOptions:
     return replace(options, num_pages=None, kv_bytes=None, max_adapters=1, rank_cpus=())
 
 
-class _LogKeeper(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: Log = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.log.append(record)
-
-
 @contextmanager
 def kept_log() -> Iterator[Log]:
     """What the engine says inside, of all that workers log."""
-    keeper = _LogKeeper()
+    keeper = BufferingHandler(MOST_LINES)
     engine = logging.getLogger("engine")
     before = engine.level
     engine.setLevel(logging.INFO)
     engine.addHandler(keeper)
     try:
-        yield keeper.log
+        yield keeper.buffer
     finally:
         engine.removeHandler(keeper)
         engine.setLevel(before)

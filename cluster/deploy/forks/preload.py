@@ -66,12 +66,10 @@ def preload_of(spec: ClusterSpec) -> Preload:
 
 def _shared_engine(spec: ClusterSpec) -> dict[str, Any] | None:
     """None where the model is too large to be waited for, or the machine has several memories, each near some cores."""
-    loaded = (alike(EngineOptions(**plan.engine)) for plan in workers_of(spec))
-    counts = Counter(options for options in loaded if _is_small(options))
-    if not counts or len([*NODES.glob("node[0-9]*")]) > 1:
+    if len([*NODES.glob("node[0-9]*")]) > 1:
         return None
-    [(options, _)] = counts.most_common(1)
-    return asdict(options)
+    counts = Counter(alike(EngineOptions(**plan.engine)) for plan in workers_of(spec))
+    return next((asdict(options) for options, _ in counts.most_common() if _is_small(options)), None)
 
 
 def _is_small(options: EngineOptions) -> bool:

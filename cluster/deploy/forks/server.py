@@ -39,6 +39,7 @@ from typing import Any
 
 from cluster.deploy.forks.ask import ANSWER_TIMEOUT_S, GO, SOCKET_VARIABLE, STREAMS
 from cluster.deploy.forks.preload import Preload
+from engine.options import EngineOptions
 from engine.process import end_with_parent, set_environment
 from worker.heap import give_memory_back
 
@@ -115,12 +116,19 @@ def _import_all(modules: Sequence[str]) -> None:
         import_module(module)
 
 
+def _import_ray(settings: Mapping[str, str], modules: Sequence[str]) -> None:
+    for key in _settings_of(os.environ).keys() - settings.keys():
+        del os.environ[key]  # which a raylet was not to have
+    os.environ.update(settings)
+    with _kept():
+        _import_all(modules)
+
+
 def _load(engine: Mapping[str, Any]) -> None:
     """Where it cannot be loaded, or not soon, workers load for themselves, and say why not."""
     from transformers.utils.logging import disable_progress_bar
 
     from engine.loading.load import prepare_for_forks
-    from engine.options import EngineOptions
 
     disable_progress_bar()  # it has a thread
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -160,12 +168,8 @@ def _serve(askers: Iterator[socket.socket], ray_modules: Sequence[str]) -> dict[
         with asker, contextlib.suppress(OSError, ValueError):  # it has ended: nothing can be read
             asked = _Asked.of(asker)
             if settings is None:
-                for key in _settings_of(os.environ).keys() - asked.settings.keys():
-                    del os.environ[key]  # which a raylet was not to have
-                os.environ.update(asked.settings)
-                with _kept():
-                    _import_all(ray_modules)
                 settings = asked.settings
+                _import_ray(settings, ray_modules)
             if not _has_one_thread():
                 return None
             if asked.settings == settings and os.fork() == 0:
@@ -189,7 +193,7 @@ def _has_one_thread() -> bool:
 class _Asked:
     """How the process stands that asks, and its streams."""
 
-    standing: Mapping[str, Any]
+    standing: dict[str, Any]
     streams: Sequence[int]
 
     @classmethod
@@ -219,7 +223,7 @@ class _Asked:
         for ours, theirs in zip(STREAMS, self.streams, strict=True):
             os.dup2(theirs, ours)
             os.close(theirs)
-        return dict(self.standing)
+        return self.standing
 
 
 def _settings_of(environment: Mapping[str, str]) -> dict[str, str]:

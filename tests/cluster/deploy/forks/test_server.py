@@ -89,19 +89,16 @@ def test_a_fork_has_what_the_raylet_gave_and_what_the_server_imported(scripts: P
     assert (told["folder"], told["mine"], told["open_files"], told["oom"]) == (str(scripts), "yes", 99, "7")
 
 
-def test_the_first_do_not_wait_for_what_workers_import(scripts: Path) -> None:
+def test_the_first_do_not_wait_for_what_workers_import(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (scripts / "slow.py").write_text(
         f"import os, time\nwhile not os.path.exists({str(scripts / 'go')!r}): time.sleep(0.01)\n"
     )
-    sys.path.insert(0, str(scripts))
-    try:
-        with fork_server(scripts, "slow", "shlex", num_light=2) as server:
-            for told in (worker_of(scripts, PYTHON), worker_of(scripts, PYTHON)):
-                assert (told["parent"], told["imported"]) == (server.pid, ["sched"])
-            (scripts / "go").touch()
-            assert worker_of(scripts, PYTHON)["imported"] == ["sched", "shlex"]
-    finally:
-        sys.path.remove(str(scripts))
+    monkeypatch.syspath_prepend(str(scripts))
+    with fork_server(scripts, "slow", "shlex", num_light=2) as server:
+        for told in (worker_of(scripts, PYTHON), worker_of(scripts, PYTHON)):
+            assert (told["parent"], told["imported"]) == (server.pid, ["sched"])
+        (scripts / "go").touch()
+        assert worker_of(scripts, PYTHON)["imported"] == ["sched", "shlex"]
 
 
 def test_who_has_other_settings_of_rays_than_the_first_is_started_by_ray(
