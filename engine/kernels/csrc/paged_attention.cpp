@@ -41,6 +41,7 @@ constexpr int ROWS_AT_ONCE = 6, VECTORS_AT_ONCE = 2;
 #endif
 constexpr int FEW_ROWS = 16;      // tiles with at most so many rows of a head wait for memory, not for arithmetic
 constexpr int LINE = 64;          // bytes
+constexpr int FETCHES = KEYS / LANES + KEYS / 2;  // in the course of a block
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504088896341f;
 
@@ -268,10 +269,36 @@ inline Vec folded(const Vec (&x)[GROUPS], const Both& both) {
     return y[0];
 }
 
+#ifdef __AVX512BF16__
+struct Turns {
+    alignas(64) uint16_t left[2 * LANES], right[2 * LANES];
+    constexpr Turns() : left(), right() {
+        for (int i = 0; i < 2 * LANES; i++) left[i] = uint16_t(i / 2 + i % 2 * 2 * LANES), right[i] = left[i] + LANES;
+    }
+};
+constexpr Turns TURNS;
+
+// Of two rows of bfloat16 a vector each -> two vectors of 32-bit units (low half: first row)
+inline void interleave_two(const uint16_t* first, const uint16_t* second, Vec& left, Vec& right) {
+    const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
+    left = (Vec)_mm512_permutex2var_epi16(a, _mm512_load_si512(TURNS.left), b);
+    right = (Vec)_mm512_permutex2var_epi16(a, _mm512_load_si512(TURNS.right), b);
+}
+#endif
+
 // Two rows of bfloat16 -> one row of 32-bit units (low half: first row), zeros up to `padded`
 void interleave(const uint16_t* first, const uint16_t* second, int64_t n, int64_t padded, uint32_t* to) {
-    for (int64_t i = 0; i < n; i++) to[i] = uint32_t(first[i]) | uint32_t(second[i]) << 16;
-    for (int64_t i = n; i < padded; i++) to[i] = 0;
+    int64_t i = 0;
+#ifdef __AVX512BF16__
+    for (; i + 2 * LANES <= n; i += 2 * LANES) {
+        Vec left, right;
+        interleave_two(first + i, second + i, left, right);
+        store((float*)to + i, left);
+        store((float*)to + i + LANES, right);
+    }
+#endif
+    for (; i < n; i++) to[i] = uint32_t(first[i]) | uint32_t(second[i]) << 16;
+    for (; i < padded; i++) to[i] = 0;
 }
 
 struct Tile {
@@ -309,6 +336,37 @@ class Attention {
 
     struct Rows {
         const Kept *k[KEYS], *v[KEYS];  // of KV head 0
+    };
+
+    // A head's share of what a tile reads of a block, fetched bit by bit while what comes before it is computed: into the
+    // second cache, for the first holds what is computed. (GCC leaves out a function that does nothing but prefetch.)
+    class Ahead {
+        const Rows* rows = nullptr;
+        int64_t row = 0, end = 0, at = 0, k_first = 0, v_first = 0, k_bytes = 0, bytes = 0, lines = 0;
+
+       public:
+        Ahead() = default;  // nothing
+        Ahead(const Attention& of, const Tile& tile, const Rows& rows, int64_t head)
+            : rows(&rows),
+              row(head * KEYS / tile.heads),
+              end((head + 1) * KEYS / tile.heads),
+              k_first(tile.first_head * of.k_width),
+              v_first(tile.first_head * of.v_width),
+              k_bytes(tile.heads * of.k_width * sizeof(Kept)),
+              bytes(k_bytes + tile.heads * of.v_width * sizeof(Kept)),
+              lines((end - row) * (bytes / LINE + 2) / FETCHES + 1) {}
+
+        // One of FETCHES parts; whether there is more
+        bool fetch() {
+            for (int64_t i = 0; i < lines && row < end; i++) {
+                const bool is_key = at < k_bytes;
+                const Kept* from = is_key ? rows->k[row] + k_first : rows->v[row] + v_first;
+                __builtin_prefetch((const char*)from + (is_key ? at : at - k_bytes), 0, 2);
+                at = is_key ? std::min(at + LINE, k_bytes) : at + LINE;
+                if (at >= bytes) at = 0, row++;
+            }
+            return row < end;
+        }
     };
 
     const KvrelayAttention& a;
@@ -363,21 +421,28 @@ class Attention {
         const int64_t rows = tile.count * group;                     // of one head
         begin(tile);
         Rows ring[2];
+        Ahead ahead;
         const int64_t first_block = low / KEYS * KEYS;
         locate(tile, first_block, end, ring[0]);
+        for (int64_t h = 0; rows <= FEW_ROWS && h < tile.heads; h++)
+            for (Ahead all(*this, tile, ring[0], h); all.fetch();) {}
         for (int64_t block = first_block; block < end; block += KEYS) {
             const int64_t turn = (block - first_block) / KEYS & 1;
             Rows &here = ring[turn], &next = ring[1 - turn];
             const bool more = block + KEYS < end;
             if (more) locate(tile, block + KEYS, end, next);
             for (int64_t h = 0; h < tile.heads; h++) {
-                if (more && rows <= FEW_ROWS) touch(tile, next, h * KEYS / tile.heads, (h + 1) * KEYS / tile.heads);
                 const int64_t head = tile.first_head + h;
-                for (int i = 0; i < KEYS; i += LANES) pack_keys(here.k + i, head * k_width, k_block + i, k_scales + (INT8 ? i : 0));
-                pack_values(here.v, head * v_width);
+                if (more && rows <= FEW_ROWS) ahead = Ahead(*this, tile, next, h);
+                for (int i = 0; i < KEYS; i += LANES) {
+                    ahead.fetch();
+                    pack_keys(here.k + i, head * k_width, k_block + i, k_scales + (INT8 ? i : 0));
+                }
+                if (!takes_values_as_they_lie(rows)) pack_values(here.v, head * v_width, ahead);
                 // rows that see nothing of this block are left out, as whole steps of the products
                 for (int64_t from = std::max<int64_t>(0, block - start) * group / LANES * LANES; from < rows; from += STEP_ROWS)
-                    step(h * rows + from, std::min<int64_t>(STEP_ROWS, rows - from), start + from / group, from % group, block, head);
+                    step(h * rows + from, std::min<int64_t>(STEP_ROWS, rows - from), start + from / group, from % group, block,
+                         head, here, ahead);
             }
         }
         finish(tile);
@@ -426,18 +491,6 @@ class Attention {
         }
     }
 
-    // Touch each line of the rows from .. to - 1. Plain loads in the order of addresses, because they set the CPU's own
-    // stream prefetcher going; prefetch instructions do not (measured on Zen 5: 1.5 times the bandwidth).
-    void touch(const Tile& tile, const Rows& rows, int64_t from, int64_t to) const {
-        const int64_t k_first = tile.first_head * k_width, k_last = k_first + tile.heads * k_width;
-        const int64_t v_first = tile.first_head * v_width, v_last = v_first + tile.heads * v_width;
-        constexpr int64_t line = LINE / sizeof(Kept);
-        for (int64_t i = from; i < to; i++) {
-            for (int64_t j = k_first; j < k_last; j += line) (void)*(const volatile Kept*)(rows.k[i] + j);
-            for (int64_t j = v_first; j < v_last; j += line) (void)*(const volatile Kept*)(rows.v[i] + j);
-        }
-    }
-
     void pack_keys(const Kept* const* keys, int64_t offset, uint32_t* to, float* scales) {
         const uint32_t* rows[LANES];
         for (int i = 0; i < LANES; i++) {
@@ -456,11 +509,12 @@ class Attention {
         transpose(rows, q_units, to, KEYS);
     }
 
-    void pack_values(const Kept* const* values, int64_t offset) {
+    void pack_values(const Kept* const* values, int64_t offset, Ahead& ahead) {
         if constexpr (INT8)
             for (int i = 0; i < KEYS; i++) v_scales[i] = scale_of(values[i] + offset, a.v_dim);
         if constexpr (PAIRS) {
             for (int i = 0; i < KEYS; i += 2) {
+                ahead.fetch();
                 uint32_t* to = v_block + i / 2 * v_padded;
                 if constexpr (INT8) {
                     numbers_of_two(values[i] + offset, values[i + 1] + offset, a.v_dim, to);
@@ -472,6 +526,7 @@ class Attention {
             }
         } else {
             for (int i = 0; i < KEYS; i++) {
+                if (i % 2 == 0) ahead.fetch();
                 float* to = (float*)v_block + i * v_padded;
                 if constexpr (INT8)
                     numbers(values[i] + offset, a.v_dim, to);
@@ -485,15 +540,62 @@ class Attention {
     }
 
     // Rows of one head, of which the first stands at `position` as its `member`-th query head, over one packed block
-    void step(int64_t first, int64_t rows, int64_t position, int64_t member, int64_t block, int64_t head) {
+    void step(int64_t first, int64_t rows, int64_t position, int64_t member, int64_t block, int64_t head, const Rows& here,
+              Ahead& ahead) {
         constexpr int64_t units = PAIRS ? KEYS / 2 : KEYS;
         product(rows, KEYS, q_tile + first * q_units, q_units, k_block, KEYS, q_units, scores, KEYS, nullptr);
         for (int64_t row = 0; row < rows; row++) {
             weigh(first + row, row, position, block, head * group + member);
             if (++member == group) position++, member = 0;
         }
-        product(rows, v_padded, weights, units, v_block, v_padded, units, out_tile + first * v_padded, v_padded,
-                row_scale + first);
+        if (takes_values_as_they_lie(rows))
+            add_values<ROWS_AT_ONCE>(rows, first, here.v, head * v_width, ahead);
+        else
+            product(rows, v_padded, weights, units, v_block, v_padded, units, out_tile + first * v_padded, v_padded,
+                    row_scale + first);
+    }
+
+    // Few rows' sums stay in registers, and values are paired on their way from memory, in the order of `product`.
+    bool takes_values_as_they_lie(int64_t rows) const {
+        constexpr bool by_vectors = std::is_same_v<Product, VectorProduct<Pairs>> && !INT8;
+        return by_vectors && rows <= ROWS_AT_ONCE && a.v_dim % (VECTORS_AT_ONCE * LANES) == 0;
+    }
+
+    template <int ROWS>
+    void add_values(int64_t rows, int64_t first, const Kept* const* values, int64_t offset, Ahead& ahead) {
+#ifdef __AVX512BF16__
+        if (rows < ROWS) {
+            if constexpr (ROWS > 1) add_values<ROWS - 1>(rows, first, values, offset, ahead);
+            return;
+        }
+        for (int64_t column = 0; column < a.v_dim; column += VECTORS_AT_ONCE * LANES) {
+            float* out = out_tile + first * v_padded + column;
+            Vec sum[ROWS][VECTORS_AT_ONCE];
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS_AT_ONCE; v++)
+                    sum[r][v] = load(out + r * v_padded + v * LANES) * splat(row_scale[first + r]);
+            for (int pair = 0; pair < KEYS / 2; pair++) {
+                if (column == 0) ahead.fetch();
+                const uint16_t* one = (const uint16_t*)values[2 * pair] + offset + column;
+                const uint16_t* other = (const uint16_t*)values[2 * pair + 1] + offset + column;
+                Vec both[VECTORS_AT_ONCE];
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS_AT_ONCE; v += 2)
+                    interleave_two(one + v * LANES, other + v * LANES, both[v], both[v + 1]);
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < VECTORS_AT_ONCE; v++)
+                        sum[r][v] = Pairs::mac(sum[r][v], weights + r * (KEYS / 2) + pair, both[v]);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS_AT_ONCE; v++) store(out + r * v_padded + v * LANES, sum[r][v]);
+        }
+#endif
     }
 
     // Online softmax (Milakov and Gimelshein, 2018) of one row over one block of scores
