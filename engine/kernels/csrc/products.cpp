@@ -9,8 +9,11 @@
 // panel's outputs are a tile as they lie. CPUs without instructions for bfloat16 widen both and multiply in float32.
 
 #include <algorithm>
+#include <atomic>
 #include <type_traits>
 #include <vector>
+
+#include <omp.h>
 
 #include "kernels.h"
 #include "tiles.h"
@@ -110,6 +113,28 @@ class Tasks {
         const int64_t row = (first + rest % together) * ROWS_OF_A_TASK, panel = rest / together;
         return {panel, rest % together, together, row, std::min(rows, row + ROWS_OF_A_TASK), panel + 1 == panels};
     }
+};
+
+// Tasks that are left to one thread: it takes them in their order, and who has none left takes its last ones, so that all
+// wait little for a thread that other work has kept from its core.
+class alignas(64) Share {
+    std::atomic<uint64_t> ends;  // of [first, end): two halves
+
+    bool take(int64_t& task, bool is_last) {
+        uint64_t seen = ends.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint32_t first = uint32_t(seen >> 32), end = uint32_t(seen);
+            if (first == end) return false;
+            task = is_last ? end - 1 : first;
+            if (ends.compare_exchange_weak(seen, is_last ? seen - 1 : seen + (1ull << 32), std::memory_order_relaxed))
+                return true;
+        }
+    }
+
+   public:
+    void give(int64_t first, int64_t end) { ends.store(uint64_t(first) << 32 | uint64_t(end)); }
+    bool take_next(int64_t& task) { return take(task, false); }
+    bool take_last(int64_t& task) { return take(task, true); }
 };
 
 inline void finish(const Product& product, int64_t row, int64_t first, Vec sums) {
@@ -587,11 +612,21 @@ void kvrelay_product(const void* x, const void* panels, const float* scales, con
     const Product product{(const uint16_t*)x, panels, scales, (const uint16_t*)bias, (uint16_t*)to, rows, in, out};
     const Tasks tasks(product);
     const int64_t count = tasks.count();
-#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
-    {
+    if (threads == 1 || count == 1) {
         Worker work(product);
-#pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < count; i++) work(tasks[i]);
+        return;
+    }
+    std::vector<Share> shares(threads);
+    for (int t = 0; t < threads; t++) shares[t].give(count * t / threads, count * (t + 1) / threads);
+#pragma omp parallel num_threads(threads)
+    {
+        const int own = omp_get_thread_num();
+        Worker work(product);
+        int64_t task;
+        while (shares[own].take_next(task)) work(tasks[task]);
+        for (int t = 1; t < threads; t++)
+            while (shares[(own + t) % threads].take_last(task)) work(tasks[task]);
     }
 }
 
