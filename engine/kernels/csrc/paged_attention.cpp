@@ -332,14 +332,17 @@ class Attention {
     static constexpr bool PAIRS = Product::PAIRS;
     static constexpr bool WIDENS = !PAIRS && sizeof(Element) == 2;
     static constexpr bool INT8 = sizeof(Kept) == 1;
+    static constexpr bool STRAIGHT = std::is_same_v<Product, VectorProduct<Pairs>> && !INT8;  // pages as vectors take them
     using Factor = std::conditional_t<PAIRS, uint16_t, float>;  // what is multiplied
 
     struct Rows {
         const Kept *k[KEYS], *v[KEYS];  // of KV head 0
     };
 
-    // A head's share of what a tile reads of a block, fetched bit by bit while what comes before it is computed: into the
-    // second cache, for the first holds what is computed. (GCC leaves out a function that does nothing but prefetch.)
+    // A head's share of what a tile reads of a block, to be there when it is computed: touched at once, by plain loads in the
+    // order of addresses, which set the CPU's own prefetcher going; or fetched bit by bit while the block before it is
+    // computed, into the second cache, for the first holds what is computed. The latter is the faster by far for STRAIGHT
+    // pages, and for others now faster, now slower (Zen 4).
     class Ahead {
         const Rows* rows = nullptr;
         int64_t row = 0, end = 0, at = 0, k_first = 0, v_first = 0, k_bytes = 0, bytes = 0, lines = 0;
@@ -356,8 +359,15 @@ class Attention {
               bytes(k_bytes + tile.heads * of.v_width * sizeof(Kept)),
               lines((end - row) * (bytes / LINE + 2) / FETCHES + 1) {}
 
-        // One of FETCHES parts; whether there is more
-        bool fetch() {
+        void touch() {
+            for (; row < end; row++) {
+                const auto *k = (const volatile char*)(rows->k[row] + k_first), *v = (const volatile char*)(rows->v[row] + v_first);
+                for (int64_t i = 0; i < k_bytes; i += LINE) (void)k[i];
+                for (int64_t i = 0; i < bytes - k_bytes; i += LINE) (void)v[i];
+            }
+        }
+
+        void fetch() {  // one of FETCHES parts
             for (int64_t i = 0; i < lines && row < end; i++) {
                 const bool is_key = at < k_bytes;
                 const Kept* from = is_key ? rows->k[row] + k_first : rows->v[row] + v_first;
@@ -365,7 +375,6 @@ class Attention {
                 at = is_key ? std::min(at + LINE, k_bytes) : at + LINE;
                 if (at >= bytes) at = 0, row++;
             }
-            return row < end;
         }
     };
 
@@ -424,8 +433,7 @@ class Attention {
         Ahead ahead;
         const int64_t first_block = low / KEYS * KEYS;
         locate(tile, first_block, end, ring[0]);
-        for (int64_t h = 0; rows <= FEW_ROWS && h < tile.heads; h++)
-            for (Ahead all(*this, tile, ring[0], h); all.fetch();) {}
+        for (int64_t h = 0; rows <= FEW_ROWS && h < tile.heads; h++) Ahead(*this, tile, ring[0], h).touch();
         for (int64_t block = first_block; block < end; block += KEYS) {
             const int64_t turn = (block - first_block) / KEYS & 1;
             Rows &here = ring[turn], &next = ring[1 - turn];
@@ -434,6 +442,7 @@ class Attention {
             for (int64_t h = 0; h < tile.heads; h++) {
                 const int64_t head = tile.first_head + h;
                 if (more && rows <= FEW_ROWS) ahead = Ahead(*this, tile, next, h);
+                if (!STRAIGHT) ahead.touch();
                 for (int i = 0; i < KEYS; i += LANES) {
                     ahead.fetch();
                     pack_keys(here.k + i, head * k_width, k_block + i, k_scales + (INT8 ? i : 0));
@@ -557,8 +566,7 @@ class Attention {
 
     // Few rows' sums stay in registers, and values are paired on their way from memory, in the order of `product`.
     bool takes_values_as_they_lie(int64_t rows) const {
-        constexpr bool by_vectors = std::is_same_v<Product, VectorProduct<Pairs>> && !INT8;
-        return by_vectors && rows <= ROWS_AT_ONCE && a.v_dim % (VECTORS_AT_ONCE * LANES) == 0;
+        return STRAIGHT && rows <= ROWS_AT_ONCE && a.v_dim % (VECTORS_AT_ONCE * LANES) == 0;
     }
 
     template <int ROWS>
