@@ -347,6 +347,8 @@ inline Vec spread(const float* x) {
 
 constexpr int64_t INPUTS = 2;           // that are multiplied at once
 constexpr int64_t PAIRS_WIDENED = 128;  // of a panel, for more rows: 32 KB of bfloat16, which the smallest cache holds
+constexpr int64_t FLOATS_WIDENED = 32;  // likewise, of pairs of floats, until rows make up for the way to the next cache
+constexpr int64_t ROWS_FLOATS = 48;
 
 // ROWS rows' inputs of a part, as the micro-kernel takes them
 #ifdef __AVX512BF16__
@@ -558,7 +560,9 @@ class Worker {
     void add_panel(const Place& at) {
         constexpr bool WIDENS = WIDENS_ALL || sizeof(Weight) == 1;
         const bool is_widened_once = WIDENS && at.last_row - at.first_row > ROWS_NARROW<Weight>;
-        const int64_t pairs = product.in / 2, at_once = is_widened_once ? PAIRS_WIDENED : PAIRS_OF_A_PART;
+        const bool holds_few = WIDENS_ALL && at.last_row - at.first_row <= ROWS_FLOATS;
+        const int64_t pairs = product.in / 2;
+        const int64_t at_once = !is_widened_once ? PAIRS_OF_A_PART : holds_few ? FLOATS_WIDENED : PAIRS_WIDENED;
         const Weight* panel = (const Weight*)product.panel(at.panel);
         for (int64_t begin = 0; begin < pairs; begin += at_once) {
             const int64_t end = std::min(pairs, begin + at_once);
