@@ -89,7 +89,7 @@ def sample(logits_RV: torch.Tensor, specs: Sequence[SampleSpec]) -> list[Sampled
     assert len(specs) == logits_RV.shape[0], f"{logits_RV.shape[0]} rows of logits for {len(specs)} specs"
     if logits_RV.device.type != "cpu" and all(_is_plain_greedy(spec) for spec in specs):
         return _argmax_on_device(logits_RV)
-    rows_RV = logits_RV.detach().cpu()  # widened one by one: a row fits a core's cache, all may not fit the heap
+    rows_RV = logits_RV.detach().cpu()  # widened one by one: all at once are memory new from the kernel in each step
     widened = (row_V.to(torch.float32).numpy() for row_V in rows_RV)
     return _collect([_sample_row(row_V, spec) for row_V, spec in zip(widened, specs, strict=True)])
 

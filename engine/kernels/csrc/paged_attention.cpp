@@ -46,6 +46,7 @@ constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 constexpr float LOG2_E = 1.44269504088896341f;
 
 // ---- the micro-kernel: C[rows][16 * NV] (+)= A[rows][n] . B[n][16 * NV], A and B in 32-bit units ----
+// `read_b(k, vectors)` reads B's row k.
 
 struct Exact {
     static constexpr bool PAIRS = false;
@@ -69,8 +70,8 @@ struct Pairs {
     }
 };
 
-template <class Dot, int MR, int NV>
-inline void micro(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n, float* c, int64_t ldc,
+template <class Dot, int MR, int NV, class ReadB>
+inline void micro(const uint32_t* a, int64_t lda, const ReadB& read_b, int64_t n, float* c, int64_t ldc,
                   const float* scale) {  // scale: of the old C, for each row; null: C starts from 0
     Vec acc[MR][NV];
 #pragma GCC unroll 8
@@ -79,8 +80,7 @@ inline void micro(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb
         for (int j = 0; j < NV; j++) acc[i][j] = scale ? load(c + i * ldc + j * LANES) * splat(scale[i]) : Vec{};
     for (int64_t k = 0; k < n; k++) {
         Vec bv[NV];
-#pragma GCC unroll 8
-        for (int j = 0; j < NV; j++) bv[j] = load((const float*)(b + k * ldb) + j * LANES);
+        read_b(k, bv);
 #pragma GCC unroll 8
         for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
@@ -90,6 +90,16 @@ inline void micro(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
         for (int j = 0; j < NV; j++) store(c + i * ldc + j * LANES, acc[i][j]);
+}
+
+template <class Dot, int MR, int NV>
+inline void micro(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t n, float* c, int64_t ldc,
+                  const float* scale) {
+    const auto read_b = [b, ldb](int64_t k, Vec (&bv)[NV]) {
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; j++) bv[j] = load((const float*)(b + k * ldb) + j * LANES);
+    };
+    micro<Dot, MR, NV>(a, lda, read_b, n, c, ldc, scale);
 }
 
 // A block's rows, MR at a time, with as many columns at once as there are registers for; then those that are left over.
@@ -535,7 +545,6 @@ class Attention {
             }
         } else {
             for (int i = 0; i < KEYS; i++) {
-                if (i % 2 == 0) ahead.fetch();
                 float* to = (float*)v_block + i * v_padded;
                 if constexpr (INT8)
                     numbers(values[i] + offset, a.v_dim, to);
@@ -557,11 +566,11 @@ class Attention {
             weigh(first + row, row, position, block, head * group + member);
             if (++member == group) position++, member = 0;
         }
-        if (takes_values_as_they_lie(rows))
-            add_values<ROWS_AT_ONCE>(rows, first, here.v, head * v_width, ahead);
-        else
-            product(rows, v_padded, weights, units, v_block, v_padded, units, out_tile + first * v_padded, v_padded,
-                    row_scale + first);
+        if constexpr (STRAIGHT)
+            if (takes_values_as_they_lie(rows))
+                return add_values<ROWS_AT_ONCE>(rows, first, here.v, head * v_width, ahead);
+        product(rows, v_padded, weights, units, v_block, v_padded, units, out_tile + first * v_padded, v_padded,
+                row_scale + first);
     }
 
     // Few rows' sums stay in registers, and values are paired on their way from memory, in the order of `product`.
@@ -571,39 +580,22 @@ class Attention {
 
     template <int ROWS>
     void add_values(int64_t rows, int64_t first, const Kept* const* values, int64_t offset, Ahead& ahead) {
-#ifdef __AVX512BF16__
         if (rows < ROWS) {
             if constexpr (ROWS > 1) add_values<ROWS - 1>(rows, first, values, offset, ahead);
             return;
         }
+        constexpr int64_t units = KEYS / 2;
         for (int64_t column = 0; column < a.v_dim; column += VECTORS_AT_ONCE * LANES) {
-            float* out = out_tile + first * v_padded + column;
-            Vec sum[ROWS][VECTORS_AT_ONCE];
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS_AT_ONCE; v++)
-                    sum[r][v] = load(out + r * v_padded + v * LANES) * splat(row_scale[first + r]);
-            for (int pair = 0; pair < KEYS / 2; pair++) {
+            const auto read_pair = [&](int64_t pair, Vec (&both)[VECTORS_AT_ONCE]) {
                 if (column == 0) ahead.fetch();
-                const uint16_t* one = (const uint16_t*)values[2 * pair] + offset + column;
-                const uint16_t* other = (const uint16_t*)values[2 * pair + 1] + offset + column;
-                Vec both[VECTORS_AT_ONCE];
+                const Kept *one = values[2 * pair] + offset + column, *other = values[2 * pair + 1] + offset + column;
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS_AT_ONCE; v += 2)
                     interleave_two(one + v * LANES, other + v * LANES, both[v], both[v + 1]);
-#pragma GCC unroll 4
-                for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-                    for (int v = 0; v < VECTORS_AT_ONCE; v++)
-                        sum[r][v] = Pairs::mac(sum[r][v], weights + r * (KEYS / 2) + pair, both[v]);
-            }
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 4
-                for (int v = 0; v < VECTORS_AT_ONCE; v++) store(out + r * v_padded + v * LANES, sum[r][v]);
+            };
+            micro<Pairs, ROWS, VECTORS_AT_ONCE>(weights, units, read_pair, units, out_tile + first * v_padded + column,
+                                                v_padded, row_scale + first);
         }
-#endif
     }
 
     // Online softmax (Milakov and Gimelshein, 2018) of one row over one block of scores

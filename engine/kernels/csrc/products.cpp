@@ -120,6 +120,9 @@ class Tasks {
 class alignas(64) Share {
     std::atomic<uint64_t> ends;  // of [first, end): two halves
 
+   public:
+    void give(int64_t first, int64_t end) { ends.store(uint64_t(first) << 32 | uint64_t(end)); }
+
     bool take(int64_t& task, bool is_last) {
         uint64_t seen = ends.load(std::memory_order_relaxed);
         for (;;) {
@@ -130,11 +133,6 @@ class alignas(64) Share {
                 return true;
         }
     }
-
-   public:
-    void give(int64_t first, int64_t end) { ends.store(uint64_t(first) << 32 | uint64_t(end)); }
-    bool take_next(int64_t& task) { return take(task, false); }
-    bool take_last(int64_t& task) { return take(task, true); }
 };
 
 inline void finish(const Product& product, int64_t row, int64_t first, Vec sums) {
@@ -347,7 +345,7 @@ inline Vec spread(const float* x) {
 
 constexpr int64_t INPUTS = 2;           // that are multiplied at once
 constexpr int64_t PAIRS_WIDENED = 128;  // of a panel, for more rows: 32 KB of bfloat16, which the smallest cache holds
-constexpr int64_t FLOATS_WIDENED = 32;  // likewise, of pairs of floats, until rows make up for the way to the next cache
+constexpr int64_t FLOATS_WIDENED = 32;  // likewise, of pairs of floats: up to so many rows, for which the next cache is far
 constexpr int64_t ROWS_FLOATS = 48;
 
 // ROWS rows' inputs of a part, as the micro-kernel takes them
@@ -616,21 +614,15 @@ void kvrelay_product(const void* x, const void* panels, const float* scales, con
     const Product product{(const uint16_t*)x, panels, scales, (const uint16_t*)bias, (uint16_t*)to, rows, in, out};
     const Tasks tasks(product);
     const int64_t count = tasks.count();
-    if (threads == 1 || count == 1) {
-        Worker work(product);
-        for (int64_t i = 0; i < count; i++) work(tasks[i]);
-        return;
-    }
     std::vector<Share> shares(threads);
     for (int t = 0; t < threads; t++) shares[t].give(count * t / threads, count * (t + 1) / threads);
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) if (threads > 1 && count > 1)
     {
         const int own = omp_get_thread_num();
         Worker work(product);
         int64_t task;
-        while (shares[own].take_next(task)) work(tasks[task]);
-        for (int t = 1; t < threads; t++)
-            while (shares[(own + t) % threads].take_last(task)) work(tasks[task]);
+        for (int t = 0; t < threads; t++)
+            while (shares[(own + t) % threads].take(task, t > 0)) work(tasks[task]);
     }
 }
 

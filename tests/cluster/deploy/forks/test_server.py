@@ -124,8 +124,10 @@ def test_ray_is_imported_with_the_settings_of_the_first_who_asks(
         monkeypatch.delenv("RAY_ADDRESS")
         monkeypatch.setenv("RAY_JOB_ID", "01000000")
         assert worker_of(scripts, PYTHON)["script"] == "default_worker.py"
-    assert "RAY_JOB_ID" in told.read_text()
-    assert "RAY_ADDRESS" not in told.read_text()
+        settings = sorted(key for key in os.environ if "RAY_" in key)
+    assert told.read_text() == ",".join(settings)
+    assert "RAY_JOB_ID" in settings
+    assert "RAY_ADDRESS" not in settings
 
 
 @pytest.mark.parametrize("is_there", [True, False])
