@@ -19,7 +19,7 @@ from typing import Any
 
 from cluster.deploy import gpus
 from cluster.deploy.changes.running_spec import RunningSpec
-from cluster.deploy.forks.preload import preload_of
+from cluster.deploy.forks.shared import preload_of
 from cluster.deploy.launch import (
     CONTROLLER,
     STOP_TIMEOUT_S,

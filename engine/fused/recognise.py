@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -204,6 +205,7 @@ def _quietly(module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     return result if isinstance(result, torch.Tensor) else None
 
 
+@cache
 def _body(function: Callable[..., Any]) -> str:
     """A function's code without signature, comments, docstring and what it says of windows (the probe knows them)."""
     try:

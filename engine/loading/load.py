@@ -75,14 +75,14 @@ def load(
     Raises UnsupportedModel for a model that cannot be loaded or served, ValueError for an option out of range.
     """
     with _computing(options, platform) as where:
+        if options.threads not in (None, torch.get_num_threads()):  # to say so makes a thread that stays
+            torch.set_num_threads(options.threads)
         return _load(options, where, progress, page_bytes_beside)
 
 
 @contextmanager
 def _computing(options: EngineOptions, platform: Platform | None = None) -> Iterator[Platform]:
     options.validate()
-    if options.threads not in (None, torch.get_num_threads()):  # to say so makes a thread that stays
-        torch.set_num_threads(options.threads)
     if platform is None:
         platform = platform_on(devices.resolve(options.device))
     try:
@@ -94,7 +94,8 @@ def _computing(options: EngineOptions, platform: Platform | None = None) -> Iter
 
 def prepare_for_forks(options: EngineOptions) -> None:
     """What each process that is forked of this one would do to load by these options, but for the pages: they share the
-    weights, which nobody writes to. Of one process on a CPU. Raises as `load` does; no thread of its own is left.
+    weights, which nobody writes to. Of one process on a CPU, by as many threads as torch has here. Raises as `load`
+    does; no thread of its own is left.
     Without native kernels nothing is kept: whoever loads later may be able to build them."""
     key = ready_made.key_of(options)
     with ready_made.kept_log() as log, _computing(options) as platform:

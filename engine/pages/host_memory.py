@@ -1,17 +1,25 @@
-"""What memory this process may still take, and a file in memory (memfd) that has all of its own from the start.
+"""What memory this process may still take, and a file in memory (memfd) that takes all of its own.
 
 A memfd is sparse: one larger than the machine shows as nothing until it is written, and then as a process that the
-kernel kills under load. So its memory is taken at once, and what is not there is refused in a sentence.
+kernel kills under load. So what is not there is refused in a sentence, and what is there is taken, not when it is first
+written.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
+
 GIB = 1 << 30
+AT_ONCE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
+LEAST_NICE = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +28,50 @@ class FreeMemory:
     where: str
 
 
-def allocate(num_bytes: int) -> int:
-    """A zeroed memfd with memory for all of its bytes: its descriptor. Raises ValueError when there is not so much."""
-    check_free(num_bytes)
-    fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, 0, num_bytes)
-    except OSError as error:
-        os.close(fd)
-        raise ValueError(f"{_too_much(num_bytes, free_memory())} ({error.strerror})") from error
-    return fd
+class HostFile:
+    """A zeroed memfd, `fd`, with memory for all of its bytes: for the first AT_ONCE_BYTES before it is there, for the
+    rest soon after it, in a thread that gives way to all others. A gigabyte takes the kernel up to half a second to
+    clear, for which nobody has to wait. Raises ValueError when there is not so much."""
+
+    def __init__(self, num_bytes: int) -> None:
+        check_free(num_bytes)
+        self.fd = os.memfd_create("kvrelay-kv", os.MFD_CLOEXEC)
+        self._num_bytes = num_bytes
+        self._is_closed = False
+        try:
+            os.ftruncate(self.fd, num_bytes)
+            os.posix_fallocate(self.fd, 0, min(num_bytes, AT_ONCE_BYTES))
+        except OSError as error:
+            os.close(self.fd)
+            raise ValueError(self._why_not(error)) from error
+        self._rest: threading.Thread | None = None
+        if num_bytes > AT_ONCE_BYTES:
+            self._rest = threading.Thread(target=self._take_rest, name="kv memory", daemon=True)
+            self._rest.start()
+
+    def wait(self) -> None:
+        """Until it has all of its memory."""
+        if self._rest is not None:
+            self._rest.join()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.wait()
+        os.close(self.fd)
+
+    def _take_rest(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_NICE)  # a thread's own, on Linux
+        for start in range(AT_ONCE_BYTES, self._num_bytes, PIECE_BYTES):
+            if self._is_closed:
+                return
+            try:
+                os.posix_fallocate(self.fd, start, min(PIECE_BYTES, self._num_bytes - start))
+            except OSError as error:  # somebody else has taken it since it was looked for
+                logger.error("%s", self._why_not(error))
+                return
+
+    def _why_not(self, error: OSError) -> str:
+        return f"{_too_much(self._num_bytes, free_memory())} ({error.strerror})"
 
 
 def check_free(num_bytes: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine.pages.host_memory import allocate
+from engine.pages.host_memory import HostFile
 from engine.pages.layout import KvLayout, LayerState
 from engine.pages.page_table import Places
 from engine.pages.rows import Bytes, PageRows
@@ -59,8 +59,8 @@ class KvMemory:
     """One share of the pages described by `layout`, zeroed, which by default is all of them; and how those of other
     processes of this worker are reached. `fd` and `map` are None when the bytes are not on the CPU.
 
-    With `fd`, a file that another process made for the same share: its bytes as they are, seen by both. Without, all
-    of its memory is taken at once: raises ValueError when there is not so much.
+    With `fd`, a file that another process made for the same share: its bytes as they are, seen by both. Without, it is
+    a HostFile: raises ValueError when there is not so much memory.
     """
 
     def __init__(
@@ -78,9 +78,13 @@ class KvMemory:
         self.others = tuple(others)
         self.fd: int | None = None
         self.map: mmap.mmap | None = None
+        self._file: HostFile | None = None
         own = share.of(layout)
         if device == "cpu":
-            self.fd = allocate(own.total_bytes) if fd is None else fd
+            if fd is None:
+                self._file = HostFile(own.total_bytes)
+                fd = self._file.fd
+            self.fd = fd
             self.map = mmap.mmap(self.fd, own.total_bytes)
             self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
         else:
@@ -153,9 +157,11 @@ class KvMemory:
 
     def close(self) -> None:
         """Close the files; the bytes live as long as a tensor shows them."""
-        if self.fd is not None:
+        if self._file is not None:
+            self._file.close()
+        elif self.fd is not None:
             os.close(self.fd)
-            self.fd = None
+        self._file = self.fd = None
         others, self.others = self.others, ()
         for other in others:
             if other.close is not None:

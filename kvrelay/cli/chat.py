@@ -14,9 +14,9 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from kvrelay import known_clusters
 from kvrelay.cli.connection import refusals
 from kvrelay.cli.console import CliError, note
-from kvrelay.client import known_clusters
 from kvrelay.client.access import KEY_VARIABLE, token_of
 from kvrelay.client.openai_http import MALFORMED, OpenAIServer
 from kvrelay.client.types import KvrelayError

@@ -16,7 +16,7 @@ TIMEOUT_S = 1.0
 
 
 def clusters(incomplete: str) -> list[str]:
-    from kvrelay.client import known_clusters
+    from kvrelay import known_clusters
 
     return _beginning(incomplete, {cluster.name for cluster in known_clusters.alive()})
 
@@ -40,7 +40,7 @@ def _workers() -> Iterator[WorkerState]:
 
 def _asked(ask: Callable[[Client], Iterable[T]]) -> Iterator[T]:
     """What each cluster says."""
-    from kvrelay.client import known_clusters
+    from kvrelay import known_clusters
     from kvrelay.client.client import Client
     from kvrelay.client.types import KvrelayError
 

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
+from kvrelay import known_clusters
 from kvrelay.cli.console import ENDPOINT_VARIABLE, FAILURE, INTERRUPTED, USAGE
-from kvrelay.client import known_clusters
 from kvrelay.client.access import TLS_VARIABLES, Access, token_in
 from kvrelay.client.client import DEFAULT_ENDPOINT, AsyncClient, Client
 from kvrelay.client.streams import Stream

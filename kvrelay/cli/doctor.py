@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvrelay import known_clusters
 from kvrelay.cli.connection import Entrance
 from kvrelay.cli.console import (
     ENDPOINT_VARIABLE,
@@ -29,7 +30,6 @@ from kvrelay.cli.console import (
 )
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.progress import progress
-from kvrelay.client import known_clusters
 
 if TYPE_CHECKING:
     from cluster.spec.assumed import Assumed

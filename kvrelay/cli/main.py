@@ -6,6 +6,7 @@ by the commands when they need it, and a command itself when it is meant, so tha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -109,6 +110,7 @@ COMMANDS = {  # the module of each, and how its help begins, which is all that `
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 LISTED = ("", "--help", "-h")  # in a command's place
+NOT_HERE = ("--help", "-h", "--address", "--detach", "-d", "--check")  # `up` starts nothing, elsewhere, or only later
 
 
 def _register(command: str = "") -> None:
@@ -127,7 +129,7 @@ def _list() -> None:
 def _command(arguments: list[str], environment: Mapping[str, str]) -> str:
     """The one that is asked for; empty: none yet. A shell that wants a completion tells its words: of bash in one way,
     of zsh and fish in another (typer's)."""
-    if f"_{PROGRAM.upper()}_COMPLETE" in environment:
+    if _is_completing(environment):
         line = environment.get("_TYPER_COMPLETE_ARGS") or environment.get("COMP_WORDS", "")
         arguments = line.split()[1:]
         if len(arguments) == 1 and not line[-1:].isspace():
@@ -135,11 +137,24 @@ def _command(arguments: list[str], environment: Mapping[str, str]) -> str:
     return arguments[0] if arguments else ""
 
 
+def _is_completing(environment: Mapping[str, str]) -> bool:
+    return f"_{PROGRAM.upper()}_COMPLETE" in environment
+
+
+def _begins_forks(arguments: list[str], environment: Mapping[str, str]) -> bool:
+    """Whether a fork server will most likely be wanted: it imports while the spec is read."""
+    if arguments[:1] != ["up"] or _is_completing(environment):
+        return False
+    from cluster.deploy.gpus import count_gpus
+
+    return not any(word.partition("=")[0] in NOT_HERE for word in arguments) and not count_gpus()
+
+
 def _find_endpoint(arguments: list[str]) -> None:
     """With one cluster running here, the commands that want an endpoint mean that one."""
     if ENDPOINT_VARIABLE in os.environ or any(a.partition("=")[0] == "--endpoint" for a in arguments):
         return
-    from kvrelay.client import known_clusters
+    from kvrelay import known_clusters
 
     endpoints = [cluster.endpoints[0] for cluster in known_clusters.alive() if cluster.endpoints]
     if len(endpoints) == 1:
@@ -153,6 +168,16 @@ ASK_A_ROUTER = (
 
 
 def main() -> None:
+    with contextlib.ExitStack() as ends:
+        if _begins_forks(sys.argv[1:], os.environ):
+            from cluster.deploy.forks import started
+
+            started.begin()
+            ends.callback(started.end_untaken)
+        _main()
+
+
+def _main() -> None:
     try:
         command = _command(sys.argv[1:], os.environ)
         if command in LISTED:

@@ -8,11 +8,11 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvrelay.client import known_clusters
+from kvrelay import known_clusters
+from worker.wire.secrets import TOKEN_VARIABLE
 from worker.wire.tls import TlsFiles
 from worker.wire.tokens import TokenError, checked_token, read_tokens
 
-TOKEN_VARIABLE = "KVRELAY_TOKEN"
 KEY_VARIABLE = "OPENAI_API_KEY"
 TOKENS_FILE_VARIABLE = "KVRELAY_TOKENS_FILE"
 TLS_VARIABLES = {"ca": "KVRELAY_TLS_CA", "cert": "KVRELAY_TLS_CERT", "key": "KVRELAY_TLS_KEY"}

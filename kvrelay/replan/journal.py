@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from kvrelay.client.known_clusters import directory, noted
 from kvrelay.client.types import KvrelayError
+from kvrelay.known_clusters import directory, noted
 from worker.wire.private_files import make_private_folder, write_private
 
 if TYPE_CHECKING:

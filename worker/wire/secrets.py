@@ -11,6 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+SECRET_VARIABLE = "KVRELAY_SECRET"
+TOKEN_VARIABLE = "KVRELAY_TOKEN"
+TELEMETRY_HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")  # in which a key may be
+VARIABLES = (SECRET_VARIABLE, TOKEN_VARIABLE, *TELEMETRY_HEADERS)  # of the environment of `up`, and of no other's
 IN_URLS = (
     (re.compile(r"(://[^/@:\s]*):.*@", re.DOTALL), r"\1:***@"),  # to the last @: it may be one of the password's
     (re.compile(r"([?&](?:ssl)?password=)[^&]*", re.IGNORECASE), r"\1***"),

@@ -1,8 +1,8 @@
 """The fork server of a Ray of our own: it imports once what every actor needs, loads a small model once for all who
 serve it, and forks a worker process for each that the raylet starts; ask.py, which the raylet runs, asks for it.
 
-    server  import what routers need -> fork the loaded one -> fork the first who ask, pass on all others
-    loaded                              `-> import torch, transformers -> load -> fork who is passed on
+    server  import what routers need   -> hear of the spec -> fork the first who ask, pass on all others
+    loaded  import torch, transformers ----------------------> load -> fork who is passed on
     fork    answer -> hear "go" -> take over what the raylet gave -> run Ray's own script
 
     `up` has ended: the server ends, and the loaded one with it
@@ -28,77 +28,77 @@ import runpy
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cluster.deploy.forks.ask import ANSWER_TIMEOUT_S, GO, SOCKET_VARIABLE, STREAMS
-from cluster.deploy.forks.preload import Preload
-from engine.options import EngineOptions
+from cluster.deploy.forks.ask import ANSWER_TIMEOUT_S, GO, STREAMS
+from cluster.deploy.forks.preload import Imports, Preload
 from engine.process import end_with_parent, set_environment
 from worker.heap import give_memory_back
 
 MAX_REQUEST_BYTES = 1 << 18  # more does not fit into a message
 FORKED = b"f"
 PASSED_ON = b"p"
-STDIN = 0
+CONTROL = 0  # stdin: a socket of who started it (started.py)
+MAX_THREADS = 8  # a small model's load has no use for more
 LOAD_S = 20  # of a model: whoever asks waits no longer than ANSWER_TIMEOUT_S, and gets the imports at least
 ENDING_S, LOOK_S = 1.0, 0.01  # that threads are waited for, and between two looks
 
 
-def start_fork_server(folder: Path, preload: Preload) -> subprocess.Popen[bytes]:
-    """It ends when its stdin is closed: by the caller, or by the caller's own end. `folder` is private."""
-    os.environ[SOCKET_VARIABLE] = path = str(folder / "forks")  # for ask.py, by way of the raylet
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, path, json.dumps(asdict(preload))],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a Ctrl-C is `up`'s, who ends all in order
-    )
-
-
 def main() -> None:
-    preload = Preload(**json.loads(sys.argv[2]))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"{sys.argv[1]}.new")
-        listener.listen()
-        os.rename(f"{sys.argv[1]}.new", sys.argv[1])  # whoever sees it can ask
-        _prepare_environment(preload.threads)
-        with _kept():
-            _import_all(preload.light_modules)
-        to_loaded, from_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        server = os.getpid()
-        if os.fork() > 0:
-            from_server.close()
-            with to_loaded:
-                request = _serve(_first(listener, to_loaded, preload.num_light), preload.ray_modules)
-        else:
-            end_with_parent(server)
-            to_loaded.close()
-            listener.close()
-            with from_server:
-                with _kept():
-                    _import_all(preload.modules)
-                if preload.engine is not None:
-                    with _kept():
-                        _load(preload.engine)
-                request = _serve(_passed_on(from_server), preload.ray_modules)
+    """`sys.argv`: what to import, at once."""
+    imports = Imports(**json.loads(sys.argv[1]))
+    set_environment(min(len(os.sched_getaffinity(0)), MAX_THREADS))  # of the load
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is imported
+    to_loaded, from_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = os.getpid()
+    if os.fork() > 0:
+        from_server.close()
+        with to_loaded:
+            request = _as_server(imports, to_loaded)
+    else:
+        end_with_parent(server)
+        to_loaded.close()
+        with from_server:
+            request = _as_loaded(imports, from_server)
     if request is None:
         os._exit(0)  # Ray, where it is imported, would look for what to end
     sys.argv = request["arguments"]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _prepare_environment(threads: int) -> None:
-    set_environment(threads)
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # it starts its threads when it is imported
+def _as_server(imports: Imports, to_loaded: socket.socket) -> dict[str, Any] | None:
+    """What a fork is to run; None in the server, when it has ended."""
+    with _kept():
+        _import_all(imports.light)
+    control = socket.socket(fileno=CONTROL)
+    message, descriptors, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
+    control.detach()  # it stays open: its end is that of `up`
+    if not descriptors:
+        return None  # nobody is to be forked
+    with contextlib.suppress(OSError):  # it has failed: Ray starts who is passed on
+        to_loaded.send(message)
+    preload = Preload(**json.loads(message))
+    with socket.socket(fileno=descriptors[0]) as listener:
+        return _serve(_first(listener, to_loaded, preload.num_light), imports.ray)
+
+
+def _as_loaded(imports: Imports, from_server: socket.socket) -> dict[str, Any] | None:
+    with _kept():
+        _import_all(imports.all)
+    message = from_server.recv(MAX_REQUEST_BYTES)
+    if not message:
+        return None
+    preload = Preload(**json.loads(message))
+    if preload.engine is not None:
+        with _kept():
+            _load(preload.engine)
+    return _serve(_passed_on(from_server), imports.ray)
 
 
 @contextlib.contextmanager
@@ -129,6 +129,7 @@ def _load(engine: Mapping[str, Any]) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from engine.loading.load import prepare_for_forks
+    from engine.options import EngineOptions
 
     disable_progress_bar()  # it has a thread
     signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -142,9 +143,9 @@ def _load(engine: Mapping[str, Any]) -> None:
 def _first(listener: socket.socket, to_loaded: socket.socket, count: int) -> Iterator[socket.socket]:
     """Those who ask first, until `up` has ended; all others are passed on to the loaded process."""
     waiting = select.poll()
-    waiting.register(STDIN, 0)  # its end
+    waiting.register(CONTROL, 0)  # its end
     waiting.register(listener, select.POLLIN)
-    while all(descriptor != STDIN for descriptor, _ in waiting.poll()):
+    while all(descriptor != CONTROL for descriptor, _ in waiting.poll()):
         asker, _ = listener.accept()
         if count > 0:
             count -= 1

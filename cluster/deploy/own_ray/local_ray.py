@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from cluster.deploy.forks.preload import Preload
-from cluster.deploy.forks.server import start_fork_server
+from cluster.deploy.forks.started import ForkServer, take
 from cluster.deploy.own_ray.lean import RUNTIME_ENVIRONMENTS, lean_ray
 from worker.wire.private_files import write_private
 
@@ -62,7 +61,7 @@ class LocalRay:
         self._lock: int | None = None
         self._seen: dict[int, psutil.Process] = {}
         self._keepers: dict[str, psutil.Process] = {}
-        self._forks: subprocess.Popen[bytes] | None = None
+        self._forks: ForkServer | None = None
 
     def start(self, namespace: str, needs: Mapping[str, float], preload: Preload | None = None) -> None:
         """`needs`: what all actors together ask for, by Ray's names. `preload`: they are forked of a process that has
@@ -77,7 +76,8 @@ class LocalRay:
         write_private(token_path, secrets.token_hex(32))
         os.environ.update(ENVIRONMENT, RAY_AUTH_TOKEN_PATH=str(token_path))
         if preload is not None:
-            self._forks = start_fork_server(folder, preload)
+            self._forks = take()
+            self._forks.tell(folder, preload)
         import ray
 
         logging.getLogger("ray").setLevel(logging.CRITICAL)
@@ -122,8 +122,8 @@ class LocalRay:
         import ray
 
         self.remember()
-        if self._forks is not None and self._forks.stdin is not None:
-            self._forks.stdin.close()
+        if self._forks is not None:
+            self._forks.end()
         if is_answering:
             ray.shutdown()
         else:

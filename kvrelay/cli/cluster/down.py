@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
+from kvrelay import known_clusters
 from kvrelay.cli import completing
 from kvrelay.cli.cluster import state
 from kvrelay.cli.console import CliError, JsonOption, note, print_json
-from kvrelay.client import known_clusters
 
 HELP = """End a cluster in good order: running requests may finish, then every process that belongs to it is gone.
 

@@ -13,18 +13,15 @@ from cluster.front.options import FrontOptions
 from cluster.router.tracing.asked import asked_exporters
 from cluster.router.tracing.errors import TracingError
 from kvrelay.cli.console import USAGE, CliError
-from kvrelay.client.access import TOKEN_VARIABLE
-from kvrelay.client.known_clusters import ClusterState
-from worker.wire.secrets import Secrets
+from kvrelay.known_clusters import ClusterState
+from worker.wire.secrets import SECRET_VARIABLE, TOKEN_VARIABLE, VARIABLES, Secrets
 from worker.wire.tls import TlsError, is_loopback
 from worker.wire.tokens import DEFAULT_NAME, OPERATORS, TokenError, checked_token, read_tokens
 
 if TYPE_CHECKING:
     from cluster.spec.model import ClusterSpec
 
-SECRET_VARIABLE = "KVRELAY_SECRET"
 TELEMETRY = "OTEL_"  # how OpenTelemetry's variables begin
-TELEMETRY_HEADERS = ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS")  # in which a key may be
 NUM_BYTES = 32
 
 
@@ -53,7 +50,7 @@ def why_overheard(spec: ClusterSpec, *, is_joined: bool) -> str:
 
 def keep_from_children() -> None:
     """Ray, and all that it starts, would have them in their environments."""
-    for variable in (SECRET_VARIABLE, TOKEN_VARIABLE, *TELEMETRY_HEADERS):
+    for variable in VARIABLES:
         os.environ.pop(variable, None)
 
 

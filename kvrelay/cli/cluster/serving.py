@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from cluster.spec.model import ClusterSpec
     from kvrelay.cli.cluster.views import View
     from kvrelay.cli.spec.wanted import Wanted
-    from kvrelay.client.known_clusters import Mode
     from kvrelay.doctor.finding import Finding
+    from kvrelay.known_clusters import Mode
     from kvrelay.replan.journal import Entry
     from kvrelay.replan.options import Asked
     from worker.wire.secrets import Secrets

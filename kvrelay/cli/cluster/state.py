@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvrelay.cli.console import CliError
-from kvrelay.client.known_clusters import ClusterState, Mode, directory, read, start_of
+from kvrelay.known_clusters import ClusterState, Mode, directory, read, start_of
 from worker.wire.private_files import make_private_folder, write_private
 
 

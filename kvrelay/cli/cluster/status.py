@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kvrelay import known_clusters
 from kvrelay.cli.connection import Entrance
 from kvrelay.cli.console import ENDPOINT_VARIABLE, CliError, JsonOption, print_json, report
 from kvrelay.cli.groups import grouped
-from kvrelay.client import known_clusters
 from kvrelay.client.client import DEFAULT_ENDPOINT
 
 TIMEOUT_S = 5.0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvrelay import known_clusters
 from kvrelay.cli.cluster import state
 from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import USAGE, CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
@@ -17,7 +18,6 @@ from kvrelay.cli.groups import grouped
 from kvrelay.cli.spec.rollout import GOES_ON, MaxSurge, RollTimeout, wait_until_done
 from kvrelay.cli.spec.wanted import RoleCounts, SpecArgument, Wanted, build
 from kvrelay.cli.spec_flags import ChangeFlags, PoolFlags, RouterFlags, SpecChanges, TransferFlags
-from kvrelay.client import known_clusters
 
 if TYPE_CHECKING:
     from kvrelay.client.client import Client

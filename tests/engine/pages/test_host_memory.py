@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from engine.pages.host_memory import FreeMemory, allocate, free_memory
+from engine.pages import host_memory
+from engine.pages.host_memory import FreeMemory, HostFile, free_memory
 
 pytestmark = pytest.mark.unit
 
@@ -52,15 +54,50 @@ def test_a_group_that_cannot_be_seen_is_no_limit(tmp_path: Path) -> None:
     assert free_memory(*tree(tmp_path, {"proc/self/cgroup": "0::/../of/another/namespace"})).num_bytes == 16 * GIB
 
 
-def test_the_memory_is_there_from_the_start() -> None:
-    fd = allocate(1 << 20)
-    stat = os.fstat(fd)
-    assert (stat.st_size, stat.st_blocks * 512 >= 1 << 20) == (1 << 20, True)
-    os.close(fd)
+def taken_bytes(file: HostFile) -> int:
+    return os.fstat(file.fd).st_blocks * 512
+
+
+def test_a_small_file_has_its_memory_from_the_start() -> None:
+    file = HostFile(1 << 20)
+    assert (os.fstat(file.fd).st_size, taken_bytes(file) >= 1 << 20) == (1 << 20, True)
+    file.close()
+
+
+def test_a_large_one_has_some_at_once_and_the_rest_without_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "AT_ONCE_BYTES", 1 << 20)
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 1 << 20)
+    file = HostFile(7 << 19)
+    assert os.fstat(file.fd).st_size == 7 << 19
+    assert taken_bytes(file) >= 1 << 20
+    file.wait()
+    assert taken_bytes(file) == 7 << 19
+    file.close()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(file.fd)
+
+
+def test_what_somebody_else_took_meanwhile_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    took = os.posix_fallocate
+
+    def taken_by_another(fd: int, start: int, num_bytes: int) -> None:
+        if start:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        took(fd, start, num_bytes)
+
+    monkeypatch.setattr(host_memory, "AT_ONCE_BYTES", 1 << 20)
+    monkeypatch.setattr("os.posix_fallocate", taken_by_another)
+    file = HostFile(2 << 20)
+    file.wait()
+    file.close()
+    assert "kv_bytes is 2097152" in caplog.text
+    assert "give a smaller kv_memory" in caplog.text
 
 
 def test_what_is_not_free_is_refused_by_name_with_what_is() -> None:
     with pytest.raises(
         ValueError, match=r"kv_bytes is 1125899906842624 \(1048576\.0 GiB.*\), but \d+\.\d GiB are free"
     ):
-        allocate(1 << 50)
+        HostFile(1 << 50)

@@ -21,8 +21,8 @@ from kvrelay.cli.cluster.views import LineView
 from kvrelay.cli.console import FAILURE, INTERRUPTED, CliError
 from kvrelay.cli.spec.wanted import Wanted, build
 from kvrelay.cli.spec_flags import SpecChanges
-from kvrelay.client.known_clusters import Mode, read
 from kvrelay.doctor.finding import Finding
+from kvrelay.known_clusters import Mode, read
 from placement.plan import Slo
 from worker.wire.secrets import Secrets
 

@@ -18,8 +18,8 @@ from cluster.deploy.deployment import NoSuchCluster
 from cluster.deploy.ray import DeployError
 from kvrelay.cli.cluster import daemon, down, leaving, state
 from kvrelay.cli.console import CliError
-from kvrelay.client.known_clusters import read, start_of
 from kvrelay.client.types import KvrelayError
+from kvrelay.known_clusters import read, start_of
 from worker.wire.private_files import write_private
 
 pytestmark = pytest.mark.unit

@@ -16,7 +16,7 @@ from kvrelay.cli.console import CliError
 from kvrelay.client import AsyncClient, Client, KvrelayError
 from kvrelay.client.access import FOUND, Access, HttpAccess, find_access, find_http_access
 from kvrelay.client.failures import kvrelay_error
-from kvrelay.client.known_clusters import ClusterState, at, directory, read, start_of
+from kvrelay.known_clusters import ClusterState, at, directory, read, start_of
 from worker.wire.tls import TlsFiles
 from worker.wire.tokens import TokenError
 

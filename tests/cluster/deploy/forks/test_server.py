@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,10 +17,11 @@ from typing import cast
 import psutil
 import pytest
 
-from cluster.deploy.forks import ask
+from cluster.deploy.forks import ask, started
 from cluster.deploy.forks.ask import GO, SOCKET_VARIABLE, STREAMS
-from cluster.deploy.forks.preload import Preload
-from cluster.deploy.forks.server import FORKED, start_fork_server
+from cluster.deploy.forks.preload import Imports, Preload
+from cluster.deploy.forks.server import FORKED
+from cluster.deploy.forks.started import ForkServer
 from kvrelay.demo_model import make_demo_model
 
 TELLS_OF_ITSELF = """
@@ -48,23 +50,13 @@ def fork_server(
     folder: Path, *modules: str, num_light: int = 0, model: Path | None = None, ray_modules: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
     engine = None if model is None else {"model": str(model), "threads": 1}
-    preload = Preload(
-        threads=1,
-        light_modules=("sched",),
-        num_light=num_light,
-        modules=modules,
-        ray_modules=ray_modules,
-        engine=engine,
-    )
-    server = start_fork_server(folder, preload)
+    server = ForkServer(Imports(light=("sched",), all=("sched", *modules), ray=ray_modules))
+    server.tell(folder, Preload(num_light=num_light, engine=engine))
     try:
-        while not (folder / "forks").exists() and server.poll() is None:
-            time.sleep(0.01)
-        yield server
+        yield server.process
     finally:
-        assert server.stdin is not None
-        server.stdin.close()
-        server.wait(TIMEOUT_S)
+        server.end()
+        server.process.wait(TIMEOUT_S)
 
 
 def worker_of(scripts: Path, *flags: str) -> dict[str, object]:
@@ -144,10 +136,45 @@ def test_workers_are_rays_to_start_where_the_loaded_process_has_ended(scripts: P
         assert worker_of(scripts, PYTHON)["script"] == "setup_worker.py"
 
 
-def test_the_server_ends_with_who_started_it(scripts: Path) -> None:
-    with fork_server(scripts) as server:
-        assert server.poll() is None
-    assert server.returncode == 0
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_server_ends_with_who_started_it(scripts: Path, is_told: bool) -> None:
+    server = ForkServer(Imports(light=(), all=(), ray=()))
+    if is_told:
+        server.tell(scripts, Preload())
+    (loaded,) = _children_of(server.process)
+    server.end()
+    assert server.process.wait(TIMEOUT_S) == 0
+    assert not psutil.wait_procs([loaded], TIMEOUT_S)[1]
+
+
+def test_one_that_was_begun_is_taken_or_ended_at_once(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started, "ForkServer", lambda: ForkServer(Imports(light=(), all=("not_there",), ray=())))
+    started.begin()
+    taken = started.take()
+    started.begin()
+    (other,) = started._begun
+    started.end_untaken()
+    assert (taken.process.poll(), other.process.poll()) == (None, -signal.SIGKILL)
+    taken.end()
+    taken.process.wait(TIMEOUT_S)
+
+
+def test_no_secret_is_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_SECRET", "of-ours")
+    server = ForkServer(Imports(light=(), all=(), ray=()))
+    assert b"of-ours" not in Path(f"/proc/{server.process.pid}/environ").read_bytes()
+    server.end()
+    server.process.wait(TIMEOUT_S)
+
+
+def _children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Once there are any."""
+    deadline = time.monotonic() + TIMEOUT_S
+    children: list[psutil.Process] = []
+    while not children and time.monotonic() < deadline:
+        time.sleep(0.01)
+        children = psutil.Process(process.pid).children()
+    return children
 
 
 @pytest.mark.parametrize("flag", ['--serialized-runtime-env-context={"env_vars": {}}', "--language=JAVA"])

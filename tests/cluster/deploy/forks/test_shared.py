@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.deploy.forks import preload
-from cluster.deploy.forks.preload import preload_of
+from cluster.deploy.forks import shared
+from cluster.deploy.forks.shared import preload_of
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
 from engine.loading.ready_made import alike
@@ -30,20 +30,20 @@ def engine_of(model: Path, *pools: dict[str, Any], **settings: Any) -> EngineOpt
 
 
 def test_pools_that_differ_in_their_pages_share_a_model(model: Path) -> None:
-    shared = engine_of(model, {"role": "prefill", "kv_memory": "64MiB"}, {"role": "decode", "kv_memory": "128MiB"})
-    assert shared is not None
-    assert alike(shared) == shared
-    assert shared.model == str(model)
+    made = engine_of(model, {"role": "prefill", "kv_memory": "64MiB"}, {"role": "decode", "kv_memory": "128MiB"})
+    assert made is not None
+    assert alike(made) == made
+    assert made.model == str(model)
 
 
 def test_the_most_alike_share_it(model: Path) -> None:
-    shared = engine_of(model, {"role": "prefill", "threads": 2}, {"role": "decode", "replicas": 2, "threads": 1})
-    assert shared is not None
-    assert shared.threads == 1
+    made = engine_of(model, {"role": "prefill", "threads": 2}, {"role": "decode", "replicas": 2, "threads": 1})
+    assert made is not None
+    assert made.threads == 1
 
 
 def test_a_large_model_each_worker_loads_for_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload, "MAX_WEIGHT_BYTES", 999)
+    monkeypatch.setattr(shared, "MAX_WEIGHT_BYTES", 999)
     assert engine_of(model, {"role": "mixed"}) is None
 
 
@@ -52,7 +52,7 @@ def test_so_do_workers_of_a_machine_with_several_memories(
 ) -> None:
     for name in ("node0", "node1"):
         (tmp_path / "nodes" / name).mkdir(parents=True)
-    monkeypatch.setattr(preload, "NODES", tmp_path / "nodes")
+    monkeypatch.setattr(shared, "NODES", tmp_path / "nodes")
     assert engine_of(model, {"role": "mixed"}) is None
 
 
