@@ -1,8 +1,8 @@
 """Compiles the simulator and the policies it runs to C by mypyc: at first use, once for these sources and this Python.
 
-It takes a minute; engine/build_cache.py keeps it, as it does the engine's kernels, by a hash of the sources. Copies are
-compiled, their constructors written out (placement/compiled/constructors.py). Where there is no compiler, one warning
-says so and the sources run as they are.
+It takes half a minute on two cores; engine/build_cache.py keeps it, as it does the engine's kernels, by a hash of the
+sources. Copies are compiled (placement/compiled/extensions.py), their constructors written out (constructors.py beside
+it). Where there is no compiler, one warning says so and the sources run as they are.
 """
 
 from __future__ import annotations
@@ -80,12 +80,9 @@ COMPILED = (
     *registry.COMPILED,
 )
 OURS = frozenset(name.partition("/")[0] for name in COMPILED) | {"kv_transfer", "worker"}
-BUILD_TIMEOUT_S = 900.0  # a minute, but on a loaded machine
-FASTER = {  # a third of gcc's time: the code is as fast as at level 3, and the warnings take as long as all the rest
-    "MYPYC_OPT_LEVEL": "1",
-    "MYPYC_DEBUG_LEVEL": "0",
-    "CFLAGS": f"{os.environ.get('CFLAGS', '')} -w",
-}
+BUILD_TIMEOUT_S = 900.0  # half a minute, but on a loaded machine
+EXTENSIONS = str(ROOT / "placement/compiled/extensions.py")  # run as a file, or it would import what it compiles
+MAKERS = tuple(f"placement/compiled/{name}.py" for name in ("build", "constructors", "extensions"))
 IMPORTED = re.compile(r"^\s*(?:from|import) ([\w.]+)", re.MULTILINE)
 SHIM = "from pkgutil import extend_path\n\n__path__ = extend_path(__path__, __name__)\n"
 
@@ -115,7 +112,7 @@ def _key() -> str:
 
 def _read_by_the_compiler() -> set[Path]:
     """The modules and all of ours that they import: what a name has for a type there is compiled in here."""
-    waiting = [ROOT / name for name in (*COMPILED, "placement/compiled/build.py", "placement/compiled/constructors.py")]
+    waiting = [ROOT / name for name in (*COMPILED, *MAKERS)]
     known: set[Path] = set()
     while waiting:
         path = waiting.pop()
@@ -132,7 +129,7 @@ def _read_by_the_compiler() -> set[Path]:
 def _build(target: Path) -> None:
     """Raises CannotCompile, TimeoutExpired."""
     _check_tools()
-    logger.warning("compiling the simulator, once for this version of it; it takes about a minute")
+    logger.warning("compiling the simulator, once for this version of it; it takes half a minute")
     for name in COMPILED:
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -170,11 +167,10 @@ def _copied_for_types(folder: Path) -> Path:
 
 
 def _run_mypyc(target: Path, types: Path) -> None:
-    options = ("--config-file", "", "--follow-imports=silent", "--ignore-missing-imports")
     done = subprocess.run(
-        [sys.executable, "-m", "mypyc", *options, *COMPILED],
+        [sys.executable, EXTENSIONS, *COMPILED],
         cwd=target,
-        env={**os.environ, **FASTER, "MYPYPATH": str(types)},
+        env={**os.environ, "MYPYPATH": str(types)},
         capture_output=True,
         text=True,
         timeout=BUILD_TIMEOUT_S,
