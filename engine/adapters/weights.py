@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from engine.adapters.files import MAX_RANK, AdapterError, LoraPart, parts_of, read_whole
 from engine.adapters.products import Adaptable, Site
 from engine.kernels import native
+from engine.kernels.build import NativeUnavailable
 from engine.kernels.native import DTYPE_CODE
 from engine.types import Adapter
 
@@ -76,7 +77,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     try:
         library = native.library()
-    except native.NativeUnavailable:
+    except NativeUnavailable:
         return False
     assert library.kvrelay_most_rank() == MAX_RANK, "files.py and adapters.cpp disagree"
     return True

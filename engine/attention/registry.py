@@ -8,7 +8,8 @@ import torch
 
 from engine.attention.base import AttentionBackend
 from engine.device import why_no_flashinfer
-from engine.kernels.native import DTYPE_CODE, NativeUnavailable
+from engine.kernels.build import NativeUnavailable
+from engine.kernels.native import DTYPE_CODE
 from engine.pages import int8_rows
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 """A weight in panels of outputs, for the products of engine/kernels/csrc/products.cpp: bfloat16, by the fastest
-instructions that the CPU has (engine/kernels/native.py measures where that is in doubt).
+instructions that the CPU has (engine/kernels/build.py measures where that is in doubt).
 
 Where rows are few they read weights at nine tenths of the measured memory bandwidth (30 of 33 GB/s on a two-core AMD
 EPYC, 1 to 8 rows), where oneDNN's inner product reached 12 to 24 GB/s; with many rows both compute as fast. By AMX's
@@ -17,6 +17,7 @@ from functools import cache
 import torch
 
 from engine.kernels import native
+from engine.kernels.build import NativeUnavailable
 
 
 @cache
@@ -24,7 +25,7 @@ def _library() -> tuple[ctypes.CDLL, int] | None:
     """With the outputs of a panel; None where there are no such products."""
     try:
         library = native.library()
-    except native.NativeUnavailable:
+    except NativeUnavailable:
         return None
     pointer, size, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     library.kvrelay_product.argtypes = (pointer,) * 5 + (size,) * 3 + (code,)

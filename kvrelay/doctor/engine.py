@@ -106,6 +106,7 @@ def _read() -> EngineFacts:
 
     from engine.device import why_no_flashinfer
     from engine.kernels import native
+    from engine.kernels.build import NativeUnavailable
     from engine.weights import panels
 
     instructions = why = ""
@@ -114,7 +115,7 @@ def _read() -> EngineFacts:
         native.library()
         may_multiply = panels.can_multiply(64, torch.bfloat16)
         instructions = panels.instructions() if may_multiply else "AMX"
-    except native.NativeUnavailable as error:
+    except NativeUnavailable as error:
         why = str(error)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]

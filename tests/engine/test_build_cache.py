@@ -26,11 +26,11 @@ def test_a_user_without_a_home_has_a_folder_beside_the_temporary_files(
 
 
 def test_kernels_that_a_full_disk_does_not_take_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.kernels import native
+    from engine.kernels import build, native
 
     def full() -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(native, "cache_folder", full)
-    with pytest.raises(native.NativeUnavailable, match=r"no place for the built kernels: .* No space"):
+    monkeypatch.setattr(build, "cache_folder", full)
+    with pytest.raises(build.NativeUnavailable, match=r"no place for the built kernels: .* No space"):
         native.library.__wrapped__()

@@ -3,59 +3,75 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
 
-from engine.kernels import native
+from engine.kernels import build, native
 
 BF16 = "flags : fpu avx512f avx512_bf16"
 
 
+class Builder(build.Builder):
+    """Compiles nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.linked: list[tuple[str, ...]] = []
+
+    def begin(self, flags: Sequence[str], sources: Sequence[Path]) -> list[Future[str]]:
+        return []
+
+    def link(self, flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+        assert sources == [build.PRODUCTS]
+        self.linked.append(tuple(flags))
+
+
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
-    """The flags that products were built with for a trial, on a CPU that has AVX512-BF16."""
-    built: list[tuple[str, ...]] = []
-
-    def compile_nothing(compiler: str, flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
-        built.append(flags)
-        target.touch()
-
-    monkeypatch.setattr(native, "_cpu_flags", lambda: BF16)
-    monkeypatch.setattr(native, "_compile", compile_nothing)
+def builder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Builder:
+    """On a CPU that has AVX512-BF16."""
+    monkeypatch.setattr(build, "cpu_flags", lambda: BF16)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
-    monkeypatch.setattr(native, "_product", lambda library: library)
-    return built
+    monkeypatch.setattr(build, "_product", lambda library: library)
+    return Builder(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("seconds", "wanted"),
-    [((2.0, 1.0), native.WITHOUT_BF16), ((1.0, 2.0), ()), ((1.0, 0.95), ())],
+    [((2.0, 1.0), build.WITHOUT_BF16), ((1.0, 2.0), ()), ((1.0, 0.95), ())],
     ids=["slower", "faster", "as-fast"],
 )
 def test_instructions_that_are_slower_than_what_they_replace_are_left_out(
-    seconds: tuple[float, float],
-    wanted: tuple[str, ...],
-    compiled: list[tuple[str, ...]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    seconds: tuple[float, float], wanted: tuple[str, ...], builder: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_fastest_runs_s", lambda runs: [seconds[index] for index in range(len(runs))])
-    assert native._fastest_flags("g++", tmp_path / "kernels.so") == wanted
-    assert compiled == [(), native.WITHOUT_BF16]
-    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(build, "_fastest_runs_s", lambda runs: [seconds[index] for index in range(len(runs))])
+    assert build._fastest_flags(builder, []) == wanted
+    assert builder.linked == [(), build.WITHOUT_BF16]
 
 
 @pytest.mark.parametrize("flags", ["flags : fpu avx2", f"{BF16} amx_bf16", ""])
 def test_nothing_is_measured_where_there_is_no_choice(
-    flags: str, compiled: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: str, builder: Builder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_cpu_flags", lambda: flags)
-    assert native._fastest_flags("g++", tmp_path / "kernels.so") == ()
-    assert compiled == []
+    monkeypatch.setattr(build, "cpu_flags", lambda: flags)
+    assert build._fastest_flags(builder, []) == ()
+    assert builder.linked == []
 
 
 def test_what_is_timed_are_the_products_that_are_served() -> None:
-    run = native._product(native.library())
-    assert native._fastest_runs_s([run])[0] > 0
-    assert run().eq(native.TRIAL[1]).all()  # ones times ones, over all inputs
+    run = build._product(native.library())
+    assert build._fastest_runs_s([run])[0] > 0
+    made = torch.frombuffer(bytearray(run()), dtype=torch.bfloat16)
+    assert made.eq(build.TRIAL[1]).all()  # ones times ones, over all inputs
+
+
+def test_kernels_are_missing_until_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.library()._name == str(build.built())
+    assert not build.is_missing()
+    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
+    assert build.is_missing()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not build.is_missing()  # nothing that could be built

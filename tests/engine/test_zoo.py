@@ -17,7 +17,7 @@ import torch
 
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
-from engine.kernels.native import NativeUnavailable
+from engine.kernels.build import NativeUnavailable
 from engine.options import EngineOptions
 from engine.pages.pool import pages_for
 from engine.types import Chunk, LengthRope, ModelInfo, SampleSpec, SamplingParams, Step, banned_token_ids

@@ -28,6 +28,7 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from typing import Any
 
 from cluster.deploy.forks.ask import ANSWER_TIMEOUT_S, GO, STREAMS
 from cluster.deploy.forks.preload import Imports, Preload
+from engine.kernels import build
 from engine.process import end_with_parent, set_environment
 from worker.heap import give_memory_back
 
@@ -74,6 +76,8 @@ def main() -> None:
 
 def _as_server(imports: Imports, to_loaded: socket.socket) -> dict[str, Any] | None:
     """What a fork is to run; None in the server, when it has ended."""
+    if build.is_missing():
+        subprocess.Popen([sys.executable, "-P", "-m", build.__name__])  # the first start: beside the imports
     with _kept():
         _import_all(imports.light)
     control = socket.socket(fileno=CONTROL)

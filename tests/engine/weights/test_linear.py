@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kernels import native
+from engine.kernels import build
 from engine.weights import int8, panels
 from engine.weights.linear import PackedLinear, can_pack, invariant_linear
 
@@ -109,8 +109,9 @@ def test_other_instructions_give_the_same_product(
     x_TN = torch.randn(100, 704, generator=torch.Generator().manual_seed(6)).to(DTYPE)
     wanted = PackedLinear(weight_ON, None, scales_O)(x_TN)
     flags = [f"-mno-{without}"] if without else []
-    flags += ["-mno-amx-tile"] if without and "amx_tile" in native._cpu_flags() else []
-    native._compile(shutil.which("g++") or "c++", flags, [native.SOURCES / "products.cpp"], tmp_path / "other.so")
+    flags += ["-mno-amx-tile"] if without and "amx_tile" in build.cpu_flags() else []
+    with build.building(shutil.which("g++") or "c++") as builder:
+        builder.link(flags, [build.PRODUCTS], tmp_path / "other.so")
     other = ctypes.CDLL(str(tmp_path / "other.so"))
     other.kvrelay_product.argtypes, other.kvrelay_product.restype = panels._found()[0].kvrelay_product.argtypes, None
     monkeypatch.setattr(panels, "_library", lambda: (other, other.kvrelay_product_width()))
