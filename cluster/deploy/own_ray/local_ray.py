@@ -124,11 +124,12 @@ class LocalRay:
         self.remember()
         if self._forks is not None:
             self._forks.end()
-        if is_answering:
+        is_ended = is_answering and ray.is_initialized()  # else its start was interrupted, and nothing runs in it
+        if is_ended:
             ray.shutdown()
         else:
             atexit.unregister(ray.shutdown)  # it would ask a GCS that is gone, and wait
-        _, alive = psutil.wait_procs(self._seen.values(), timeout=REAP_TIMEOUT_S if is_answering else 0)
+        _, alive = psutil.wait_procs(self._seen.values(), timeout=REAP_TIMEOUT_S if is_ended else 0)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):  # one that has just died takes others with it
                 process.send_signal(signal.SIGKILL)  # psutil checks that the pid is still the same process

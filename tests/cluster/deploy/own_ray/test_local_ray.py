@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,16 +94,25 @@ class Process:
         self.signals.append(signum)
 
 
-def test_one_that_dies_with_another_keeps_nobody_from_being_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_initialized", "is_answering"), [(True, False), (False, True)])
+def test_what_ray_cannot_end_is_killed_at_once_and_one_that_dies_meanwhile_keeps_nobody(
+    is_initialized: bool, is_answering: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=None))
-    monkeypatch.setattr(psutil, "wait_procs", lambda processes, timeout: ([], list(processes)))
+    """It does not answer, or its start was interrupted."""
+    waited: list[float] = []
+
+    def wait(processes: Iterable[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        waited.append(timeout)
+        return [], list(processes)
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=None, is_initialized=lambda: is_initialized))
+    monkeypatch.setattr(psutil, "wait_procs", wait)
     ray: Any = LocalRay()
     ray._folder = tmp_path / "folder"
     ray._folder.mkdir()
     gone, there = Process(is_gone=True), Process(is_gone=False)
     ray._seen = {1: gone, 2: there}
-    ray.stop(is_answering=False)
+    ray.stop(is_answering=is_answering)
+    assert waited[0] == 0
     assert there.signals == [signal.SIGKILL]
     assert not (tmp_path / "folder").exists()
