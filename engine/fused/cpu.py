@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -65,12 +66,12 @@ class CpuKernels:
 
     def linear(
         self,
-        weight_ON: torch.Tensor,
+        weights_ON: Sequence[torch.Tensor],
         bias_O: torch.Tensor | None,
         scales_O: torch.Tensor | None,
         site: Site | None,
     ) -> PackedLinear:
-        return PackedLinear(weight_ON, bias_O, scales_O, site)
+        return PackedLinear(weights_ON, bias_O, scales_O, site)
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
         x = x.contiguous()

@@ -6,7 +6,7 @@ code rounds, to within a bit or two of the last place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,13 @@ class TorchKernels:
 
     def linear(
         self,
-        weight_ON: torch.Tensor,
+        weights_ON: Sequence[torch.Tensor],
         bias_O: torch.Tensor | None,
         scales_O: torch.Tensor | None,
         site: Site | None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         assert scales_O is None, "weights in int8 are for CPUs"
+        weight_ON = torch.cat(list(weights_ON)) if len(weights_ON) > 1 else weights_ON[0]
         product = partial(functional.linear, weight=weight_ON, bias=bias_O)
         return product if site is None else AdaptedProduct(product, site)
 

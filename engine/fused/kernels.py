@@ -5,7 +5,7 @@ Shapes: T tokens, N width, H query heads, G key/value heads, D head_dim, I width
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,13 +59,13 @@ class OneCall(Protocol):
 class Kernels(Protocol):
     def linear(
         self,
-        weight_ON: torch.Tensor,
+        weights_ON: Sequence[torch.Tensor],
         bias_O: torch.Tensor | None,
         scales_O: torch.Tensor | None,
         site: Site | None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """x W^T + b over a weight that the caller gives up; of int8 where it has scales (engine/weights/int8.py).
-        `site`: what adapters add."""
+        """x W^T + b over weights one behind the other, which the caller gives up; of int8 where they have scales
+        (engine/weights/int8.py). `site`: what adapters add."""
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor: ...
 

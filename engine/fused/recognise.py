@@ -178,17 +178,17 @@ def _decoder(module: nn.Module, kernels: Kernels, fused: dict[int, Any], max_len
 
 def _joined(kernels: Kernels, linears: tuple[nn.Linear, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
     """One product for all of them, over their weights side by side in storage."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+    weights = [linear.weight.detach() for linear in linears]
     scales = [scales_of(linear) for linear in linears]
     joined = None if any(each is None for each in scales) else torch.cat([each for each in scales if each is not None])
     biases = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
-        return kernels.linear(weight, None, joined, site_of(linears))
+        return kernels.linear(weights, None, joined, site_of(linears))
     filled = [
-        weight.new_zeros(linear.out_features) if bias is None else bias.detach()
+        weights[0].new_zeros(linear.out_features) if bias is None else bias.detach()
         for linear, bias in zip(linears, biases, strict=True)
     ]
-    return kernels.linear(weight, torch.cat(filled), joined, site_of(linears))
+    return kernels.linear(weights, torch.cat(filled), joined, site_of(linears))
 
 
 def _random_rows(width: int, like: torch.Tensor) -> torch.Tensor:

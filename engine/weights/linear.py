@@ -62,22 +62,24 @@ class PackedLinear(nn.Module):
 
     def __init__(
         self,
-        weight_ON: torch.Tensor,
+        weight_ON: torch.Tensor | Sequence[torch.Tensor],
         bias_O: torch.Tensor | None,
         scales_O: torch.Tensor | None = None,
         site: Site | None = None,
     ) -> None:
+        """`weight_ON`: or several, whose outputs stand one behind the other."""
         super().__init__()
         self.site = site
-        self.out_features, self.in_features = weight_ON.shape
+        parts = [weight_ON] if isinstance(weight_ON, torch.Tensor) else weight_ON
+        self.out_features, self.in_features = sum(map(len, parts)), parts[0].shape[1]
         self.bias = bias_O
-        self._dtype = weight_ON.dtype
+        self._dtype = parts[0].dtype
         self.is_in_panels = panels.can_multiply(self.in_features, self._dtype)
         self._is_reordered = not self.is_in_panels and can_pack(self._dtype)
         self.scales = scales_O if self.is_in_panels else None
         if self.scales is not None:
-            weight_ON = int8.whole_numbers(weight_ON, self.scales)
-        self.packed = panels.in_panels(weight_ON) if self.is_in_panels else weight_ON.contiguous()
+            parts = [int8.whole_numbers(torch.cat(list(parts)), self.scales)]
+        self.packed = panels.in_panels(parts) if self.is_in_panels else torch.cat(list(parts))
         if self._is_reordered:
             self.packed = _reorder(self.packed)
             self._block_rows = block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())

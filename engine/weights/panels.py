@@ -12,6 +12,8 @@ float32 (120 to 141 of 147 GFLOP/s, on a two-core AMD EPYC). A row's bits are th
 from __future__ import annotations
 
 import ctypes
+import itertools
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -27,11 +29,16 @@ def _library() -> tuple[ctypes.CDLL, int] | None:
         library = native.library()
     except NativeUnavailable:
         return None
-    pointer, size, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    library.kvrelay_product.argtypes = (pointer,) * 5 + (size,) * 3 + (code,)
-    library.kvrelay_product.restype = None
+    declare(library)
     width: int = library.kvrelay_product_width()
     return (library, width) if width else None
+
+
+def declare(library: ctypes.CDLL) -> None:
+    pointer, size, code = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    library.kvrelay_product.argtypes = (pointer,) * 5 + (size,) * 3 + (code,)
+    library.kvrelay_fill_panels.argtypes = (pointer, pointer, size, pointer, size, size, code, code)
+    library.kvrelay_product.restype = library.kvrelay_fill_panels.restype = None
 
 
 def can_multiply(in_features: int, dtype: torch.dtype) -> bool:
@@ -48,19 +55,21 @@ def instructions() -> str:
     return name.decode()
 
 
-def in_panels(weight_ON: torch.Tensor) -> torch.Tensor:
-    """[panels, in / 2, outputs of a panel, 2], in bfloat16 or int8 as it is; what the last panel lacks is 0."""
+def in_panels(weights_ON: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of weights one behind the other: [panels, in / 2, outputs of a panel, 2], in bfloat16 or int8 as they are; what
+    the last panel lacks is 0."""
     library, width = _found()
-    pairs = weight_ON.contiguous().view(torch.int32 if weight_ON.dtype == torch.bfloat16 else torch.int16)
-    parts = pairs.split(width)
-    panels = pairs.new_empty(len(parts), pairs.shape[1], width)
-    if len(parts[-1]) < width:
-        panels[-1] = 0
-    for panel, part in zip(panels, parts, strict=True):  # one by one: torch turns only matrices block by block
-        panel[:, : len(part)] = part.t()
-    if weight_ON.dtype == torch.int8 and library.kvrelay_product_turns():
-        panels = _by_turns(panels)
-    return panels.view(weight_ON.dtype).view(*panels.shape, 2)
+    parts = [weight.contiguous() for weight in weights_ON]
+    pairs, dtype = parts[0].shape[1] // 2, parts[0].dtype
+    ends = list(itertools.accumulate(map(len, parts)))
+    panels = torch.empty(-(-ends[-1] // width), pairs, width, 2, dtype=dtype)
+    library.kvrelay_fill_panels(
+        (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts)), (ctypes.c_int64 * len(parts))(*ends),
+        len(parts), panels.data_ptr(), pairs, width, 2 * panels.element_size(), torch.get_num_threads(),
+    )  # fmt: skip
+    if dtype == torch.int8 and library.kvrelay_product_turns():
+        panels = _by_turns(panels.view(torch.int16).squeeze(-1)).view(dtype).view(panels.shape)
+    return panels
 
 
 def _by_turns(panels: torch.Tensor) -> torch.Tensor:

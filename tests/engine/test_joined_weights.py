@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -33,11 +34,11 @@ def test_no_more_than_a_layers_weights_are_there_twice(monkeypatch: pytest.Monke
     made, most = 0, 0
     linear = TorchKernels.linear
 
-    def joined(self: TorchKernels, weight: torch.Tensor, *rest: Any) -> Any:
+    def joined(self: TorchKernels, weights: Sequence[torch.Tensor], *rest: Any) -> Any:
         nonlocal made, most
-        made += weight.nbytes
+        made += sum(weight.nbytes for weight in weights)
         most = max(most, made + standing(linears))
-        return linear(self, weight, *rest)
+        return linear(self, weights, *rest)
 
     monkeypatch.setattr(TorchKernels, "linear", joined)
     with torch.inference_mode():

@@ -98,6 +98,20 @@ def test_a_product_of_int8_is_that_of_its_whole_numbers_for_any_number_of_rows(
     assert packed.packed.element_size() == (1 if packed.is_in_panels else 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_panels_of_several_weights_are_those_of_one_that_holds_them_all(dtype: torch.dtype) -> None:
+    if not panels.can_multiply(64, DTYPE):
+        pytest.skip("there are no products of our own here")
+    generator = torch.Generator().manual_seed(7)
+    parts = [torch.randint(-99, 99, (rows, 96), generator=generator).to(dtype) for rows in (1, 70, 33)]
+    joined = panels.in_panels(parts)
+    assert torch.equal(joined, panels.in_panels([torch.cat(parts)]))
+    assert joined[-1].count_nonzero() <= joined[-1].numel() * (104 % joined.shape[2]) / joined.shape[2]
+    if dtype == DTYPE:
+        rows = joined.transpose(1, 2).reshape(-1, 96)  # [panels, outputs, pairs, 2]
+        assert torch.equal(rows[:104], torch.cat(parts))
+
+
 @pytest.mark.parametrize("without", ["", "avx512vbmi", "avx512bf16", "avx512f"])
 def test_other_instructions_give_the_same_product(
     without: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,9 +125,9 @@ def test_other_instructions_give_the_same_product(
     flags = [f"-mno-{without}"] if without else []
     flags += ["-mno-amx-tile"] if without and "amx_tile" in build.cpu_flags() else []
     with build.building(shutil.which("g++") or "c++") as builder:
-        builder.link(flags, [build.PRODUCTS], tmp_path / "other.so")
+        builder.link(flags, [build.PRODUCTS, build.SOURCES / "panels.cpp"], tmp_path / "other.so")
     other = ctypes.CDLL(str(tmp_path / "other.so"))
-    other.kvrelay_product.argtypes, other.kvrelay_product.restype = panels._found()[0].kvrelay_product.argtypes, None
+    panels.declare(other)
     monkeypatch.setattr(panels, "_library", lambda: (other, other.kvrelay_product_width()))
     packed = PackedLinear(weight_ON, None, scales_O)
     got = packed(x_TN)
