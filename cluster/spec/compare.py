@@ -54,7 +54,8 @@ class KeyChange(NamedTuple):
 def merged(running: tuple[ClusterSpec, ClusterSpec], wanted: ClusterSpec, resolved: ClusterSpec) -> ClusterSpec:
     """The resolved spec that a cluster will have. `running`: as written and as resolved. What auto has come to stays
     what it is where auto is still written: a worker more does not share the machine out anew. Pools that are there keep
-    the places that they were started with; those that come have none, and are not pinned."""
+    the places that they were started with; those that come have none, and are not pinned, nor are those whose threads
+    are others than their cores were for."""
     before = {old.label: (old, own) for old, own in zip(running[0].pools, running[1].pools, strict=True)}
     pools = [
         _merged_pool(*before[pool.label], pool, made) if pool.label in before else _new_pool(pool, made)
@@ -69,7 +70,8 @@ def _merged_pool(old: PoolSpec, own: PoolSpec, wanted: PoolSpec, resolved: PoolS
     as_before = [key for key in DERIVED_KEYS if getattr(old, key) == getattr(wanted, key)]
     kept = {key: getattr(own, key) for key in as_before if getattr(own, key) != getattr(resolved, key)}
     places = {} if isinstance(wanted.cpus, tuple) else {"replicas": own.replicas}
-    return resolved.model_copy(update=kept | places)
+    pool = resolved.model_copy(update=kept | places)
+    return pool if pool.threads == own.threads else _new_pool(wanted, pool)
 
 
 def _new_pool(wanted: PoolSpec, resolved: PoolSpec) -> PoolSpec:

@@ -135,6 +135,17 @@ def test_what_auto_came_to_stays_when_a_pool_grows() -> None:
     assert plan_of(before.resolved, "decode-2").cpus == ()
 
 
+def test_cores_that_auto_came_to_are_let_go_with_the_threads_that_they_were_for() -> None:
+    before = running(data())
+    plan = before.plan_for(data([{"role": "prefill", "threads": 4}, {"role": "decode"}]), {})
+    assert told(plan) == [("pools[0].threads", 2, 4, "rolling"), ("pools[0].cpus", (0, 1), None, "rolling")]
+    before.take(plan, None)
+    assert plan_of(before.resolved, "prefill-0").cpus == (), "four threads would share two cores"
+    assert plan_of(before.resolved, "decode-0").cpus == (2, 3)
+    pinned = [{"role": "prefill", "threads": 1, "cpus": [0]}, {"role": "decode"}]
+    assert plan_of(before.plan_for(data(pinned), {}).resolved, "prefill-0").cpus == (0,)
+
+
 def test_a_tokens_file_gives_way_to_another_one_only() -> None:
     first, second = ({"tokens_file": f"/{name}"} for name in "ab")
     assert [each.change.how for each in planned(data(router=second), data(router=first)).changes] == ["now"]
