@@ -119,6 +119,8 @@ class Deployment:
                 if snapshot["spec_number"] != self._spec_number:
                     self.spec = self._controller.resolved_spec.remote().future().result(ANSWER_TIMEOUT_S)
                     self._spec_number = snapshot["spec_number"]
+                    if self._local is not None:
+                        self._local.change(preload_of(self.spec))
                 if snapshot["wants_secrets"]:
                     self._controller.set_secrets.remote(self._secrets)
                 break

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.base import AttentionBackend
@@ -59,6 +61,17 @@ class CpuPlatform:
         return HostSteps(model, pages)
 
 
+def with_own_threads(model: PagedModel) -> PagedModel:
+    """One that another process has prepared, which may have had others."""
+    if model.row_multiple == 1:  # its rows are of no concern
+        return model
+    return replace(model, row_multiple=_row_multiple(model.module))
+
+
+def _row_multiple(module: nn.Module) -> int:
+    return max(linear.MIN_ROWS, linear.row_multiple(module))
+
+
 def _attention_backend(options: EngineOptions, probe: Probe) -> AttentionBackend:
     name, kv_dtype = options.attention, page_dtype(options, probe)
     if kv_dtype != fp8.DTYPE:
@@ -82,4 +95,4 @@ def _pack(module: PreTrainedModel, backend: AttentionBackend, probe: Probe, dtyp
     if linear.pack_linears(module) and not can_pack:
         logger.warning("oneDNN has no %s products on this CPU: behind experts last bits may depend on the batch", dtype)
     logger.info("products: %s", f"our own, by {panels.instructions()}" if has_panels else "oneDNN")
-    return max(linear.MIN_ROWS, linear.row_multiple(module))
+    return _row_multiple(module)

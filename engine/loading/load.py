@@ -24,7 +24,7 @@ from engine.adapters.store import Adapters
 from engine.adapters.weights import has_kernels
 from engine.attention import hooks
 from engine.loading import capacity, checks, parity, ready_made
-from engine.loading.cpu import CpuPlatform
+from engine.loading.cpu import CpuPlatform, with_own_threads
 from engine.loading.gpu import GpuPlatform
 from engine.loading.platform import OWN_PAGES, Platform
 from engine.loading.ready_made import Prepared
@@ -161,6 +161,8 @@ def _load_beside(
     ready = ready_made.take(options) if team is None else None
     if ready is None:
         ready = _prepare(team, options, platform, progress)
+    else:
+        ready = replace(ready, model=with_own_threads(ready.model))
     model, reference = ready.model, ready.reference
     info, scales = _with_scales(model, ready.info, reference, options)
     progress("parity check", 1.0)

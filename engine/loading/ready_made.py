@@ -55,6 +55,10 @@ def put(key: Key, prepared: Prepared, log: Log) -> None:
     _kept[:] = [_Kept(key, prepared, log)]
 
 
+def clear() -> None:
+    _kept.clear()
+
+
 def take(options: EngineOptions) -> Prepared | None:
     """Once: an engine runs its model alone. Whoever loads another one lets go of it."""
     kept = _kept.pop() if _kept else None
@@ -67,8 +71,8 @@ def take(options: EngineOptions) -> Prepared | None:
 
 
 def alike(options: EngineOptions) -> EngineOptions:
-    """The same for all who can share a model: without what is of pages, adapters and cores, which come later."""
-    return replace(options, num_pages=None, kv_bytes=None, max_adapters=1, rank_cpus=())
+    """The same for all who can share a model: without what is of pages, adapters, threads and cores."""
+    return replace(options, num_pages=None, kv_bytes=None, max_adapters=1, threads=None, rank_cpus=())
 
 
 @contextmanager

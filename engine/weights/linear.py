@@ -82,7 +82,13 @@ class PackedLinear(nn.Module):
         self.packed = panels.in_panels(parts) if self.is_in_panels else torch.cat(list(parts))
         if self._is_reordered:
             self.packed = _reorder(self.packed)
-            self._block_rows = block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())
+
+    @property
+    def block_rows(self) -> int:
+        """By the threads that there are now: who was forked may have others than who packed."""
+        if not self._is_reordered:
+            return FEW_ROWS
+        return block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())
 
     @property
     def weight(self) -> torch.Tensor:
@@ -97,7 +103,7 @@ class PackedLinear(nn.Module):
         if self.is_in_panels:
             return panels.multiply(x, self.packed, self.scales, self.bias, self.out_features)
         if self._is_reordered:
-            return invariant_linear(x, self.packed, self.bias, self.out_features, self._block_rows)
+            return invariant_linear(x, self.packed, self.bias, self.out_features, self.block_rows)
         return nn.functional.linear(x, self.packed, self.bias)
 
 
@@ -155,9 +161,13 @@ def block_rows_of(in_features: int, out_features: int, dtype: torch.dtype, threa
     return next(even, FEW_ROWS)
 
 
-@cache
 def is_uneven(dtype: torch.dtype) -> bool:
     """Whether oneDNN's order of summation may depend on how many rows there are."""
+    return _is_uneven(dtype, torch.get_num_threads())
+
+
+@cache
+def _is_uneven(dtype: torch.dtype, threads: int) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
     x_TN = torch.randn(4 * STRIP_ROWS, VECTOR, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -264,9 +274,13 @@ def _leave_the_file(model: nn.Module) -> None:
 
 
 def row_multiple(model: nn.Module) -> int:
-    """Pad a step to a multiple of this many rows, and no row's bits depend on where in the step it stands."""
+    """Pad a step to a multiple of this many rows, and no row's bits depend on where in the step it stands. All that is
+    measured for that, here and by products, is measured now, with as many threads as there are."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    widths = {m.out_features for m in model.modules() if isinstance(m, PackedLinear) and m is not head}
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    for each in packed:
+        each.block_rows  # noqa: B018
+    widths = {each.out_features for each in packed if each is not head}
     widths |= {b.shape[-1] for name, b in model.named_buffers() if name.endswith("inv_freq")}
     widths |= {width for module in model.modules() if (width := _uneven_router_width(module))}
     return max((VECTOR // math.gcd(width, VECTOR) for width in widths), default=1)

@@ -5,6 +5,7 @@ serve it, and forks a worker process for each that the raylet starts; ask.py, wh
     loaded  import torch, transformers ----------------------> load -> fork who is passed on
     fork    answer -> hear "go" -> take over what the raylet gave -> run Ray's own script
 
+    `up` tells of another spec: a model that is not in it is let go
     `up` has ended: the server ends, and the loaded one with it
 
 Imports are paid once, and their memory and the model's weights are shared until they are written. The first who ask
@@ -102,7 +103,7 @@ def _as_loaded(imports: Imports, from_server: socket.socket) -> dict[str, Any] |
     if preload.engine is not None:
         with _kept():
             _load(preload.engine)
-    return _serve(_passed_on(from_server), imports.ray)
+    return _serve(_passed_on(from_server, preload), imports.ray)
 
 
 @contextlib.contextmanager
@@ -145,11 +146,15 @@ def _load(engine: Mapping[str, Any]) -> None:
 
 
 def _first(listener: socket.socket, to_loaded: socket.socket, count: int) -> Iterator[socket.socket]:
-    """Those who ask first, until `up` has ended; all others are passed on to the loaded process."""
-    waiting = select.poll()
-    waiting.register(CONTROL, 0)  # its end
-    waiting.register(listener, select.POLLIN)
-    while all(descriptor != CONTROL for descriptor, _ in waiting.poll()):
+    """Those who ask first, until `up` has ended; all else is passed on to the loaded process."""
+    while True:
+        ready, _, _ = select.select((CONTROL, listener.fileno()), (), ())
+        if CONTROL in ready:
+            if not (message := os.read(CONTROL, MAX_REQUEST_BYTES)):
+                return
+            with contextlib.suppress(OSError):
+                to_loaded.send(message)
+            continue
         asker, _ = listener.accept()
         if count > 0:
             count -= 1
@@ -159,10 +164,25 @@ def _first(listener: socket.socket, to_loaded: socket.socket, count: int) -> Ite
             socket.send_fds(to_loaded, [PASSED_ON], [asker.fileno()])
 
 
-def _passed_on(from_server: socket.socket) -> Iterator[socket.socket]:
-    """Until the server has ended."""
-    while descriptors := socket.recv_fds(from_server, len(PASSED_ON), 1)[1]:
-        yield socket.socket(fileno=descriptors[0])
+def _passed_on(from_server: socket.socket, preload: Preload) -> Iterator[socket.socket]:
+    """Until the server has ended. The model is kept for as long as it is what workers load."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(from_server, MAX_REQUEST_BYTES, 1)
+        if descriptors:
+            yield socket.socket(fileno=descriptors[0])
+        elif not message:
+            return
+        elif preload.engine is not None and Preload(**json.loads(message)).engine != preload.engine:
+            _let_go()
+
+
+def _let_go() -> None:
+    from engine.loading import ready_made
+
+    gc.unfreeze()
+    with _kept():
+        ready_made.clear()
+        gc.collect()
 
 
 def _serve(askers: Iterator[socket.socket], ray_modules: Sequence[str]) -> dict[str, Any] | None:

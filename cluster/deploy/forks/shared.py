@@ -15,7 +15,7 @@ from engine.loading.ready_made import alike
 from engine.options import EngineOptions
 from engine.weights.files import weight_bytes
 
-MAX_WEIGHT_BYTES = 1 << 30  # of a shared model: some seconds to load, and Ray gives a worker a minute to come
+MAX_WEIGHT_BYTES = 4 << 30  # of a shared model: ten seconds to load, and Ray gives a worker a minute to come
 NODES = Path("/sys/devices/system/node")  # of memory
 
 

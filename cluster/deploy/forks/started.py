@@ -47,6 +47,11 @@ class ForkServer:
             listener.listen()
             socket.send_fds(self._control, [json.dumps(asdict(preload)).encode()], [listener.fileno()])
 
+    def change(self, preload: Preload) -> None:
+        """What workers load by now."""
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps(asdict(preload)).encode())
+
     def end(self) -> None:
         """Returns at once."""
         self._control.close()

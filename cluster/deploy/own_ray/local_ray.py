@@ -103,6 +103,11 @@ class LocalRay:
                 if (name := process.name()) in KEEPERS:
                     self._keepers[name] = process
 
+    def change(self, preload: Preload) -> None:
+        """The cluster has another spec now."""
+        if self._forks is not None:
+            self._forks.change(preload)
+
     def remember(self) -> None:
         """Note the processes that run now; call again when actors have been started."""
         for process in psutil.Process().children(recursive=True):

@@ -19,7 +19,7 @@ import json, logging, os, sys
 from engine.process import set_environment
 
 prepared, asked = json.loads(sys.argv[1])
-set_environment(prepared["threads"])
+set_environment(int(sys.argv[3]) if sys.argv[2] == "forked" else prepared["threads"])
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 from engine.engine import Engine
@@ -66,19 +66,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_demo_model(tmp_path_factory.mktemp("models") / "tiny", size="tiny")
 
 
-def run(how: str, prepared: dict[str, object], asked: dict[str, object]) -> dict[str, object]:
-    command = [sys.executable, "-c", FORKS, json.dumps([prepared, asked]), how]
+def run(how: str, prepared: dict[str, object], asked: dict[str, object], threads: int = 2) -> dict[str, object]:
+    """`threads`: of the process that forks."""
+    command = [sys.executable, "-c", FORKS, json.dumps([prepared, asked]), how, str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     told: dict[str, object] = json.loads(done.stdout)
     return told
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_a_fork_draws_what_a_process_of_its_own_does(model: Path, kv_dtype: str) -> None:
-    prepared: dict[str, object] = {"model": str(model), "threads": 2, "kv_dtype": kv_dtype}
+@pytest.mark.parametrize(
+    ("options", "forking", "own"), [({}, 2, 1), ({"kv_dtype": "int8"}, 2, 2), ({"dtype": "float32"}, 1, 2)]
+)
+def test_a_fork_draws_what_a_process_of_its_own_does(
+    model: Path, options: dict[str, object], forking: int, own: int
+) -> None:
+    prepared: dict[str, object] = {"model": str(model), "threads": own, **options}
     asked = prepared | {"num_pages": 40}
-    assert run("forked", prepared, asked) == run("alone", prepared, asked)
+    assert run("forked", prepared, asked, forking) == run("alone", prepared, asked)
 
 
 def test_one_that_serves_another_model_loads_it_for_itself(model: Path, tmp_path: Path) -> None:

@@ -130,6 +130,19 @@ def test_a_model_is_there_in_all_forks_or_theirs_to_load(scripts: Path, is_there
             assert (told["script"], told["is_loaded"]) == ("default_worker.py", is_there)
 
 
+def test_a_model_that_nobody_loads_any_more_is_let_go(scripts: Path) -> None:
+    engine = {"model": str(make_demo_model(scripts / "model")), "threads": 1}
+    server = ForkServer(Imports(light=(), all=(), ray=()))
+    server.tell(scripts, Preload(engine=engine))
+    assert worker_of(scripts, PYTHON)["is_loaded"]
+    server.change(Preload(engine=engine, num_light=1))
+    assert worker_of(scripts, PYTHON)["is_loaded"]
+    server.change(Preload(engine=engine | {"threads": 2}))
+    assert not worker_of(scripts, PYTHON)["is_loaded"]
+    server.end()
+    server.process.wait(TIMEOUT_S)
+
+
 def test_workers_are_rays_to_start_where_the_loaded_process_has_ended(scripts: Path) -> None:
     with fork_server(scripts, "no_such_module", num_light=1):
         assert worker_of(scripts, PYTHON)["script"] == "default_worker.py"
