@@ -58,7 +58,7 @@ def merged(running: tuple[ClusterSpec, ClusterSpec], wanted: ClusterSpec, resolv
     are others than their cores were for."""
     before = {old.label: (old, own) for old, own in zip(running[0].pools, running[1].pools, strict=True)}
     pools = [
-        _merged_pool(*before[pool.label], pool, made) if pool.label in before else _new_pool(pool, made)
+        _merged_pool(*before[pool.label], pool, made) if pool.label in before else _unpinned(pool, made)
         for pool, made in zip(wanted.pools, resolved.pools, strict=True)
     ]
     host = running[1].router.host if wanted.router.host == running[0].router.host else resolved.router.host
@@ -71,10 +71,11 @@ def _merged_pool(old: PoolSpec, own: PoolSpec, wanted: PoolSpec, resolved: PoolS
     kept = {key: getattr(own, key) for key in as_before if getattr(own, key) != getattr(resolved, key)}
     places = {} if isinstance(wanted.cpus, tuple) else {"replicas": own.replicas}
     pool = resolved.model_copy(update=kept | places)
-    return pool if pool.threads == own.threads else _new_pool(wanted, pool)
+    return pool if pool.threads == own.threads else _unpinned(wanted, pool)
 
 
-def _new_pool(wanted: PoolSpec, resolved: PoolSpec) -> PoolSpec:
+def _unpinned(wanted: PoolSpec, resolved: PoolSpec) -> PoolSpec:
+    """Unless its cores are written."""
     return resolved if wanted.cpus != "auto" else resolved.model_copy(update={"cpus": None})
 
 

@@ -24,6 +24,29 @@ def test_each_module_registers_the_commands_that_it_is_known_for() -> None:
         assert {*callbacks, *groups} == {name for name, (of, _) in main.COMMANDS.items() if of == path}
 
 
+@pytest.mark.parametrize(
+    ("line", "begins"),
+    [
+        ("up --model m", True),
+        ("up cluster.yaml --report-fd 7", True),
+        ("up -d cluster.yaml", False),  # a process of its own is `up`, and begins one
+        ("up --address=auto cluster.yaml", False),
+        ("up --check cluster.yaml", False),
+        ("up --help", False),
+        ("down", False),
+        ("", False),
+    ],
+)
+def test_a_fork_server_is_begun_where_one_will_be_wanted(
+    line: str, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.deploy.gpus.count_gpus", lambda: 0)
+    assert main._begins_forks(line.split(), {}) is begins
+    assert not main._begins_forks(line.split(), {"_KVRELAY_COMPLETE": "complete_bash"})
+    monkeypatch.setattr("cluster.deploy.gpus.count_gpus", lambda: 1)
+    assert not main._begins_forks(line.split(), {})
+
+
 def test_the_list_of_commands_says_what_their_own_help_begins_with() -> None:
     main._register()
     group: Any = typer.main.get_command(main.app)
