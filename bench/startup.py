@@ -1,6 +1,6 @@
 """Start-up: seconds from `kvrelay up` to ready, memory of each process, and the CPU that a cluster without work uses.
 
-    python -m bench.startup [--quick] [--size 125m] [--repeat 3]
+    python -m bench.startup [--quick] [--size 125m] [--model DIRECTORY] [--repeat 3]
 
 Each start is a process of its own, from nothing; the first one warms the page cache and is reported apart. Also says
 how much of a start is Ray's own (`ray.init` and nothing else, measured beside it), for that is what a ratio can be
@@ -42,16 +42,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=("tiny", "125m"), default="125m")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="another one, in this directory; writes no file")
     parser.add_argument("--quick", action="store_true", help="a tiny model, one start after the first; writes no file")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.size, arguments.repeat = "tiny", 1
     with tempfile.TemporaryDirectory(prefix="kvrelay-startup-") as directory:
-        model = make_demo_model(Path(directory) / "model", size=arguments.size)
+        model = arguments.model or make_demo_model(Path(directory) / "model", size=arguments.size)
         runs = [_one_start(model, Path(directory)) for _ in range(arguments.repeat + 1)]
     ray_alone_s = [_ray_alone() for _ in range(arguments.repeat)]
-    result = _summary(arguments.size, runs[0], runs[1:], ray_alone_s)
-    if not arguments.quick:
+    result = _summary(arguments.model.name if arguments.model else arguments.size, runs[0], runs[1:], ray_alone_s)
+    if not arguments.quick and not arguments.model:
         save("startup", about() | result)
     _show(result)
 

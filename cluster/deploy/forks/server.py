@@ -78,7 +78,8 @@ def main() -> None:
 def _as_server(imports: Imports, to_loaded: socket.socket) -> dict[str, Any] | None:
     """What a fork is to run; None in the server, when it has ended."""
     if build.is_missing():
-        subprocess.Popen([sys.executable, "-P", "-m", build.__name__])  # the first start: beside the imports
+        command = [sys.executable, "-P", "-m", build.__name__]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL)  # of a machine's first start: beside the imports
     with _kept():
         _import_all(imports.light)
     control = socket.socket(fileno=CONTROL)
