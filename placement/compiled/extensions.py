@@ -24,7 +24,8 @@ QUIET = "-w"  # warnings take as long as all the rest
 def main(modules: Sequence[str]) -> None:
     mypyc = import_module("mypyc.build")  # which has setuptools put a distutils in place, that Python 3.12 lacks
     ccompiler, sysconfig = import_module("distutils.ccompiler"), import_module("distutils.sysconfig")
-    extensions = mypyc.mypycify([*FLAGS, *modules], opt_level=OPT_LEVEL, debug_level=DEBUG_LEVEL, multi_file=True)
+    levels = {"opt_level": OPT_LEVEL, "debug_level": DEBUG_LEVEL}
+    extensions = mypyc.mypycify([*FLAGS, *modules], **levels, multi_file=len(modules) > 1)  # one alone lacks a header
     compiler: Any = ccompiler.new_compiler()
     sysconfig.customize_compiler(compiler)
     headers = sysconfig.get_python_inc()
