@@ -19,6 +19,7 @@ from typing import Any
 
 from cluster.deploy import gpus
 from cluster.deploy.changes.running_spec import RunningSpec
+from cluster.deploy.forks.preload import Preload
 from cluster.deploy.forks.shared import preload_of
 from cluster.deploy.launch import (
     CONTROLLER,
@@ -84,8 +85,7 @@ class Deployment:
                 log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
             try:
                 needs = needs_of(self.spec)
-                preload = None if needs.get("GPU") else preload_of(self.spec)  # what CUDA keeps of a fork was not tried
-                self._local.start(namespace_of(self.spec.name), needs, preload)
+                self._local.start(namespace_of(self.spec.name), needs, self._preload())
             except Exception as error:  # Ray raises plain Exception, too
                 raise DeployError(f"Ray cannot be started: {' '.join(str(error).split())}") from error
         else:
@@ -102,6 +102,10 @@ class Deployment:
         running = RunningSpec.of(self._written, self.spec, dict(self._sources), machine, host)
         self._controller = launch_controller(running, self._log_dir, loopback=loopback)  # which `stop` ends
         launch_members(self.spec, self._log_dir, loopback=loopback)
+
+    def _preload(self) -> Preload | None:
+        """None with GPUs: what CUDA keeps of a fork was not tried."""
+        return None if needs_of(self.spec).get("GPU") else preload_of(self.spec)
 
     def next_snapshot(self, timeout_s: float = POLL_S, deadline_s: float = math.inf) -> dict[str, Any]:
         """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
@@ -120,7 +124,7 @@ class Deployment:
                     self.spec = self._controller.resolved_spec.remote().future().result(ANSWER_TIMEOUT_S)
                     self._spec_number = snapshot["spec_number"]
                     if self._local is not None:
-                        self._local.change(preload_of(self.spec))
+                        self._local.change(self._preload())
                 if snapshot["wants_secrets"]:
                     self._controller.set_secrets.remote(self._secrets)
                 break

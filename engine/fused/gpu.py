@@ -17,6 +17,7 @@ from torch.nn import functional
 from engine.adapters.products import AdaptedProduct, Site
 from engine.attention.forward_pass import ForwardPass
 from engine.fused.kernels import Heads, MakeRotation, NormWeight, RopeTable, Rotation
+from engine.weights.linear import side_by_side
 from engine.weights.ropes import TurnedByLength
 
 RotateAndWrite = Callable[..., torch.Tensor]  # rotary_kernel.rotate_and_write, or its like
@@ -35,8 +36,7 @@ class TorchKernels:
         site: Site | None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         assert scales_O is None, "weights in int8 are for CPUs"
-        weight_ON = torch.cat(list(weights_ON)) if len(weights_ON) > 1 else weights_ON[0]
-        product = partial(functional.linear, weight=weight_ON, bias=bias_O)
+        product = partial(functional.linear, weight=side_by_side(weights_ON), bias=bias_O)
         return product if site is None else AdaptedProduct(product, site)
 
     def norm(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:

@@ -65,6 +65,9 @@ def with_own_threads(model: PagedModel) -> PagedModel:
     """One that another process has prepared, which may have had others."""
     if model.row_multiple == 1:  # its rows are of no concern
         return model
+    for module in model.module.modules():
+        if isinstance(module, linear.PackedLinear):
+            module.measure()
     return replace(model, row_multiple=_row_multiple(model.module))
 
 

@@ -78,17 +78,19 @@ class PackedLinear(nn.Module):
         self._is_reordered = not self.is_in_panels and can_pack(self._dtype)
         self.scales = scales_O if self.is_in_panels else None
         if self.scales is not None:
-            parts = [int8.whole_numbers(torch.cat(list(parts)), self.scales)]
-        self.packed = panels.in_panels(parts) if self.is_in_panels else torch.cat(list(parts))
-        if self._is_reordered:
-            self.packed = _reorder(self.packed)
+            parts = [int8.whole_numbers(side_by_side(parts), self.scales)]
+        if self.is_in_panels:
+            self.packed = panels.in_panels(parts)
+        elif self._is_reordered:
+            self.packed = _reorder(side_by_side(parts).contiguous())
+        else:
+            self.packed = torch.cat(list(parts))  # a copy of a single one, too, which leaves the file
+        self.measure()
 
-    @property
-    def block_rows(self) -> int:
-        """By the threads that there are now: who was forked may have others than who packed."""
-        if not self._is_reordered:
-            return FEW_ROWS
-        return block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())
+    def measure(self) -> None:
+        """Again in a process that was forked since, and has other threads than that which packed."""
+        if self._is_reordered:
+            self._block_rows = block_rows_of(self.in_features, self.out_features, self._dtype, torch.get_num_threads())
 
     @property
     def weight(self) -> torch.Tensor:
@@ -103,8 +105,13 @@ class PackedLinear(nn.Module):
         if self.is_in_panels:
             return panels.multiply(x, self.packed, self.scales, self.bias, self.out_features)
         if self._is_reordered:
-            return invariant_linear(x, self.packed, self.bias, self.out_features, self.block_rows)
+            return invariant_linear(x, self.packed, self.bias, self.out_features, self._block_rows)
         return nn.functional.linear(x, self.packed, self.bias)
+
+
+def side_by_side(weights_ON: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One weight, whose outputs are theirs one behind the other; a single one as it is."""
+    return weights_ON[0] if len(weights_ON) == 1 else torch.cat(list(weights_ON))
 
 
 def invariant_linear(
@@ -274,13 +281,9 @@ def _leave_the_file(model: nn.Module) -> None:
 
 
 def row_multiple(model: nn.Module) -> int:
-    """Pad a step to a multiple of this many rows, and no row's bits depend on where in the step it stands. All that is
-    measured for that, here and by products, is measured now, with as many threads as there are."""
+    """Pad a step to a multiple of this many rows, and no row's bits depend on where in the step it stands."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    for each in packed:
-        each.block_rows  # noqa: B018
-    widths = {each.out_features for each in packed if each is not head}
+    widths = {m.out_features for m in model.modules() if isinstance(m, PackedLinear) and m is not head}
     widths |= {b.shape[-1] for name, b in model.named_buffers() if name.endswith("inv_freq")}
     widths |= {width for module in model.modules() if (width := _uneven_router_width(module))}
     return max((VECTOR // math.gcd(width, VECTOR) for width in widths), default=1)

@@ -1,6 +1,6 @@
 """Makes extension modules of Python modules by mypyc, beside them; build.py runs it in their folder.
 
-    python -m placement.compiled.extensions MODULE.py ...
+    python placement/compiled/extensions.py MODULE.py ...
 
 mypyc's own command has all its C in one file, on which a compiler spends half a minute with one core. Here each module
 has a file, and the compiler runs on every core.

@@ -103,9 +103,9 @@ class LocalRay:
                 if (name := process.name()) in KEEPERS:
                     self._keepers[name] = process
 
-    def change(self, preload: Preload) -> None:
+    def change(self, preload: Preload | None) -> None:
         """The cluster has another spec now."""
-        if self._forks is not None:
+        if self._forks is not None and preload is not None:
             self._forks.change(preload)
 
     def remember(self) -> None:

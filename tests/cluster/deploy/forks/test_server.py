@@ -154,7 +154,7 @@ def test_the_server_ends_with_who_started_it(scripts: Path, is_told: bool) -> No
     server = ForkServer(Imports(light=(), all=(), ray=()))
     if is_told:
         server.tell(scripts, Preload())
-    (loaded,) = _children_of(server.process)
+    loaded = _loaded_of(server.process)
     server.end()
     assert server.process.wait(TIMEOUT_S) == 0
     assert not psutil.wait_procs([loaded], TIMEOUT_S)[1]
@@ -180,14 +180,16 @@ def test_no_secret_is_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     server.process.wait(TIMEOUT_S)
 
 
-def _children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Once there are any."""
+def _loaded_of(server: subprocess.Popen[bytes]) -> psutil.Process:
+    """Once it is there. What builds the kernels, where they are not built yet, is a child of the server, too."""
     deadline = time.monotonic() + TIMEOUT_S
-    children: list[psutil.Process] = []
-    while not children and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        for child in psutil.Process(server.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if started.SERVER in child.cmdline():
+                    return child
         time.sleep(0.01)
-        children = psutil.Process(process.pid).children()
-    return children
+    raise AssertionError("no process is forked of the server")
 
 
 @pytest.mark.parametrize("flag", ['--serialized-runtime-env-context={"env_vars": {}}', "--language=JAVA"])
