@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 10.0
 POLL_S = 0.1
 PROBE_S = 1.0
+LEAVING_S = 0.2  # for PROBE_S, of one whose leaving waits to be looked at
 WATCHER_S = 60.0  # a `kvrelay up` that stays asks several times in so long
 SURVEY_S = 5.0  # after a restart: one that says nothing for so long stays as the routers know it
 
@@ -85,6 +87,7 @@ class Controller:
         self._handles: dict[str, Any] = {}
         names = [*self._roster.router_names(), *self._roster.worker_names()]
         self._heard = {name: asyncio.Event() for name in names}  # asked once, whatever came of it
+        self._hurried: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # looked at without a pause
         self._is_confirmed = saved is None  # at the first start there is nobody to hear
         self._told: dict[str, list[WorkerEntry]] = {}  # router's incarnation -> what it has taken
         self._told_spec: dict[str, int] = {}  # likewise: the number of the spec that it goes by
@@ -159,6 +162,8 @@ class Controller:
                     await asyncio.sleep(POLL_S)
         newest = self._running.sizes.get(pool, 0)  # of several that waited
         await self._take_in(self._roster.resize(pool, kept.role, newest, kept.model))
+        for name in self._roster.leaving:
+            self._hurried[name].set()
         return ""
 
     async def _take_in(self, added: Sequence[str]) -> None:
@@ -213,6 +218,7 @@ class Controller:
             self._roster.set_leaving(name, undo=undo)
             await self.save()
             self._tell_routers()
+            self._hurried[name].set()
 
     def _standing(self, member: Member) -> tuple[str, str]:
         if member.stage == "waiting" and not member.is_leaving:
@@ -329,7 +335,14 @@ class Controller:
             self._heard[name].set()
             if not self._roster.member(name).is_gone:
                 await self._replace_if_hung(name)
-            await asyncio.sleep(PROBE_S)
+            await self._pause(name)
+
+    async def _pause(self, name: str) -> None:
+        hurried = self._hurried[name]
+        hurried.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVING_S if self._roster.member(name).departure else PROBE_S):
+                await hurried.wait()
 
     async def _look_after(self, name: str) -> bool:
         """Whether it is there no more."""

@@ -159,6 +159,23 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
         assert (await controller.pools())["decode"] == ["decode-1"]
 
 
+async def test_one_that_leaves_does_not_wait_for_the_next_probe(
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.kill", lambda handle, no_restart: members.pop(handle.event["name"]))
+    async with running(lambda plan: members.update({plan.name: Member(plan.name)})) as controller:
+        await controller.scale("decode", 3, None)
+        await until(lambda: members["router-0"].told and len(members["router-0"].told[-1]) == 3)
+        monkeypatch.setattr(controllers, "PROBE_S", 60.0)
+        await asyncio.sleep(0.1)  # all are being waited for, so long
+        for member in (members["decode-1"], members["decode-2"]):
+            member.drain = remote(lambda undo, of=member: setattr(of, "is_drained", True))
+        assert await controller.remove("decode-2", None) == ""
+        await until(lambda: "decode-2" not in controller._roster)
+        assert await controller.scale("decode", 1, None) == ""
+        await until(lambda: "decode-1" not in controller._roster)
+
+
 async def test_of_the_last_two_of_a_phase_one_stays(members: dict[str, Member]) -> None:
     """Though routers that were asked for each have not heard of the other."""
     takers = {"prefill": {"prefill-0": True}, "decode": {"decode-0": True, "decode-1": True}}
