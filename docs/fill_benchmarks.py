@@ -435,11 +435,24 @@ def closed_loops(result: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             table(["", "runs", *names], rows),
+            table(["nine of ten differ from runs like them by", "runs", *CLOSED_LOOPS.values()], _disagreement(result)),
             table(["what was fitted", "a step", "a token", "a request", "prompts", "reading KV"], _overheads(ways)),
             folded("By GPU, model, precision, TP and clients, with both", table(columns, by_setting)),
             folded("Measured less predicted by clients, prompts of 200 tokens, medians", _residuals(ways)),
         ]
     )
+
+
+def _disagreement(result: Mapping[str, Any]) -> list[list[object]]:
+    texts = {
+        "repeated": "the same run twice, as measured",
+        "fitted": "other lengths of answers only, with both: fitted",
+        "left out": "other lengths of answers only, with both: left out",
+    }
+    return [
+        [texts[part], of["runs"], *("" if of[key] is None else f"{of[key]:.1%}" for key in CLOSED_LOOPS)]
+        for part, of in result["disagreement"].items()
+    ]
 
 
 def _loop_error(of: Mapping[str, float]) -> str:

@@ -18,8 +18,8 @@ is measured here: a result is the same on every machine. Writes bench/results/cl
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -84,6 +84,46 @@ def parts(pairs: Sequence[Pair]) -> dict[str, Any]:
     }
 
 
+def disagreement(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """By what nine of ten runs differ from what runs that are alike have in common, whatever is predicted of those:
+    no better model of prompts, of TP or of a server would bring errors below it. `repeated`: the same run twice, as
+    measured. Then errors of runs that differ by the length of their answers, less their mean, fitted and left out."""
+    held = [pair for pair in pairs if holds(pair.run.case)]
+    return {
+        "repeated": _apart(_groups(held, lambda case: case), lambda pair, name: pair.run.values[name]),
+        **{
+            part: _apart(
+                _groups([pair for pair in held if is_fitted(pair.run.case) == fits], _but_answers),
+                lambda pair, name: pair.predicted[name] / pair.run.values[name],
+            )
+            for part, fits in (("fitted", True), ("left out", False))
+        },
+    }
+
+
+def _but_answers(case: Case) -> Case:
+    return replace(case, output_len=0)
+
+
+def _groups(pairs: Sequence[Pair], alike: Callable[[Case], Case]) -> list[list[Pair]]:
+    groups: dict[Case, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(alike(pair.run.case), []).append(pair)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _apart(groups: Sequence[Sequence[Pair]], value: Callable[[Pair, str], float]) -> dict[str, Any]:
+    """Of logarithms, as a share; a group's mean is its own, so that n runs count as n - 1."""
+    found: dict[str, Any] = {"runs": sum(len(group) for group in groups)}
+    for name in WANTED:
+        apart: list[float] = []
+        for group in groups:
+            logs = np.log([value(pair, name) for pair in group])
+            apart += ((logs - logs.mean()) * (len(group) / (len(group) - 1)) ** 0.5).tolist()
+        found[name] = round(within(apart), 3) if apart else None
+    return found
+
+
 def by_setting(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
     """A row for each GPU, model, precision, TP and band of clients."""
     rows = []
@@ -141,6 +181,8 @@ def main() -> None:
         show(name, result["ways"][name]["parts"])
         if name != "with a server":
             result["ways"][name] |= {"by_setting": by_setting(pairs), "runs": dots(pairs)}
+    result["disagreement"] = disagreement(pairs_of(runs, ways["with both"]))
+    show_disagreement(result["disagreement"])
     print(f"saved to {save('closed_loops', result)}")
 
 
@@ -148,6 +190,12 @@ def show(name: str, of: Mapping[str, Any]) -> None:
     for part, found in of.items():
         figures = ", ".join(f"{key} {found[key]['median']:+.0%} ({found[key]['nine_of_ten']:.0%})" for key in WANTED)
         print(f"  {name}, {part}, {found['runs']} runs: {figures}", flush=True)
+
+
+def show_disagreement(of: Mapping[str, Any]) -> None:
+    for part, found in of.items():
+        figures = ", ".join(f"{key} {found[key]:.1%}" for key in WANTED if found[key] is not None)
+        print(f"  nine of ten runs differ from those like them, {part}, {found['runs']} runs: {figures}", flush=True)
 
 
 if __name__ == "__main__":

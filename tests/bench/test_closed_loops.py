@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from bench.closed_loops.__main__ import Pair, disagreement
 from bench.closed_loops.fitted import fitted
-from bench.closed_loops.measured import Case, Measured, band_of, read_measured
+from bench.closed_loops.measured import WANTED, Case, Measured, band_of, read_measured
 from bench.closed_loops.server import NONE, Overheads, holds, offer_of, simulated
 
 pytestmark = pytest.mark.unit
@@ -78,3 +80,19 @@ def test_fp8_has_twice_the_kv_and_a_row_beyond_it_is_known() -> None:
     many = replace(CASE, concurrency=100, input_len=7000, output_len=1000)
     assert not holds(many)
     assert holds(replace(many, precision="fp8", concurrency=50))
+
+
+def test_runs_disagree_by_what_no_prediction_explains() -> None:
+    """Of what runs that are alike have in common nothing is left; n of them count as n - 1."""
+
+    def pair(output_len: int, measured: float, predicted: float) -> Pair:
+        run = Measured(case=replace(CASE, output_len=output_len), values=dict.fromkeys(WANTED, measured))
+        return Pair(run=run, predicted=dict.fromkeys(WANTED, predicted))
+
+    answers = [pair(50, 1.0, 2.0), pair(100, 1.1, 2.2), pair(200, 1.3, 2.6)]  # all off by twice
+    off = disagreement(answers)
+    assert off["fitted"] == {"runs": 3, **dict.fromkeys(WANTED, 0.0)}
+    assert off["repeated"]["runs"] == off["left out"]["runs"] == 0
+    again = disagreement([*answers, pair(50, 1.21, 2.0)])["repeated"]
+    assert again["runs"] == 2
+    assert again["ttft_mean"] == pytest.approx(math.log(1.21) / 2 * 2**0.5, abs=1e-3)
