@@ -26,13 +26,14 @@ MODEL = ModelInfo(
 )
 
 
-def byte_tokenizer(special: Sequence[str] = ()) -> Tokenizer:
+def byte_tokenizer(added: Sequence[str] = (), *, are_special: bool = True) -> Tokenizer:
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     words = [split.pre_tokenize_str(word)[0][0] for word in WORDS]
-    texts = dict.fromkeys([EOS, *special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *words])
+    texts = dict.fromkeys([EOS, *added, *sorted(pre_tokenizers.ByteLevel.alphabet()), *words])
     made = Tokenizer(models.BPE({text: i for i, text in enumerate(texts)}, []))
     made.pre_tokenizer, made.decoder = split, decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(text, special=True) for text in (EOS, *special)])
+    made.add_special_tokens([AddedToken(EOS, special=True)])
+    made.add_tokens([AddedToken(text, special=are_special, normalized=False) for text in added])
     return made
 
 

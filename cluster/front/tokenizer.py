@@ -72,6 +72,16 @@ class TextCodec:
         """Of those that are one special token each."""
         return self.special_ids & {self.backend.token_to_id(token) for token in tokens}
 
+    def id_of_mark(self, text: str) -> int | None:
+        """Of a token that is no text to llguidance: a special one, or any that was added and is like `<think>`."""
+        added = self._added.get(text)
+        is_mark = added is not None and (added in self.special_ids or (text[0] == "<" and text[-1] == ">"))
+        return added if is_mark else None
+
+    @cached_property
+    def _added(self) -> dict[str, int]:
+        return {token.content: token_id for token_id, token in self.backend.get_added_tokens_decoder().items()}
+
     def token_text(self, token_id: int) -> str:
         """With the space before it, which decoders of SentencePiece's kind take from a first token."""
         text = str(self.backend.decode([token_id], skip_special_tokens=False))

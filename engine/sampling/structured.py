@@ -13,6 +13,7 @@ is bounded (LIMITS).
 from __future__ import annotations
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -31,6 +32,7 @@ MAX_GBNF_CHARS = 4096  # it is made into Lark by Python, in time that grows with
 LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 THREADS = 4
 SLICE = 64  # tokens that are taken without letting others run
+OPTIONS = re.compile(r"^\s*%llguidance(.*)$", re.MULTILINE)  # a line of Lark's notation
 
 
 def grammar_of(form: str, text: str) -> str:
@@ -102,6 +104,38 @@ def check_grammar(form: str, grammar: str, tokens: LLTokenizer) -> None:
         raise InvalidRequest(f"structured.{form} cannot be kept: {_in_a_line(why)}")
 
 
+def unforced(grammar: str) -> str:
+    """The grammar, text that can go on in one way only left to the model like any other. llguidance would ask for the
+    tokens in which a prompt would have it, and then refuse those that are added ones between angle brackets: it takes
+    `<think>` for no text, whatever the tokenizer says."""
+    if not grammar.lstrip().startswith("{"):
+        return _unforced_lark(grammar)
+    try:
+        whole = json.loads(grammar)
+        first, *others = whole["grammars"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return grammar  # which llguidance refuses
+    if not isinstance(first, dict):
+        return grammar
+    if lark := first.get("lark_grammar"):
+        return json.dumps(whole | {"grammars": [first | {"lark_grammar": _unforced_lark(lark)}, *others]})
+    name = first.get("name") or "form"
+    top = {"lark_grammar": _unforced_lark(f"start: @{name}")}
+    return json.dumps(whole | {"grammars": [top, first | {"name": name}, *others]})
+
+
+def _unforced_lark(text: str) -> str:
+    options = OPTIONS.search(text)
+    if options is None:
+        return f'%llguidance {{"no_forcing": true}}\n{text}'
+    try:
+        given = json.loads(options[1] or "{}")
+    except ValueError:
+        return text
+    line = f"%llguidance {json.dumps({'no_forcing': True} | given)}"
+    return text[: options.start()] + line + text[options.end() :]
+
+
 class StructuredOutputs:
     """Of one model's tokenizer."""
 
@@ -123,7 +157,7 @@ class StructuredOutputs:
         with self._lock:
             known = self._kept.get(grammar)
         if known is None:  # outside the lock: others' masks need not wait for it
-            known = LLMatcher(self._read(), grammar, log_level=0, limits=LIMITS)
+            known = LLMatcher(self._read(), unforced(grammar), log_level=0, limits=LIMITS)
         with self._lock:
             self._kept[grammar] = known
             self._kept.move_to_end(grammar)

@@ -66,7 +66,8 @@ class ChatAnswer(Answer):
             request.sampling.structured.CopyFrom(form)
         shown = frozenset[int]()
         if codec is not None:
-            shown = codec.ids_of(marks.all) if asked.skip_special_tokens else codec.special_ids
+            read = marks.all if asked.may_call else marks.reasoning
+            shown = codec.ids_of(read) if asked.skip_special_tokens else codec.special_ids
         super().__init__(generation, call, asked, [request], shown_special=shown)
         is_thinking = bool(marks.reasoning[0]) and prompt.rstrip().endswith(marks.reasoning[0])
         texts = texts_of(asked.tools or ())

@@ -79,7 +79,7 @@ def _must_call(asked: ChatRequest) -> bool:
 
 
 def _mark(name: str, text: str, codec: TextCodec) -> _Mark:
-    return _Mark(name, text, next(iter(codec.ids_of([text])), None))
+    return _Mark(name, text, codec.id_of_mark(text))
 
 
 def _thought(marks: Marks, codec: TextCodec, prompt: str) -> str:

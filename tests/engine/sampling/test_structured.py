@@ -78,6 +78,29 @@ def test_whatever_is_drawn_keeps_the_form_and_ends(form: str, tokenizer: Path, o
         check(reader.decode(walk(outputs, grammar, random.Random(seed))))
 
 
+ADDED: dict[str, tuple[str, str, str]] = {
+    "choice": ("choice", '["x<think>y"]', "x<think>y"),
+    "regex": ("regex", "<think>[ab]</think>", "<think>[ab]</think>"),
+    "schema": ("json_schema", '{"const": "a <think> b"}', '"a <think> b"'),
+    "lark": ("grammar", 'start: "x<think>y"', "x<think>y"),
+    "lark with options": ("grammar", '%llguidance {"allow_initial_skip": false}\nstart: "x<think>y"', "x<think>y"),
+    "named": ("grammar", '{"grammars": [{"name": "n", "json_schema": {"const": "<think>"}}]}', '"<think>"'),
+    "gbnf": ("grammar", 'root ::= "<think>" [ab]', "<think>[ab]"),
+}
+
+
+@pytest.mark.parametrize("form", ADDED)
+@pytest.mark.parametrize("are_special", [True, False])
+def test_text_that_an_added_token_spells_is_spelled_by_others(form: str, are_special: bool, tmp_path: Path) -> None:
+    """To llguidance `<think>` is no text, whether its tokenizer says that it is special or not."""
+    reader = byte_tokenizer(["<think>", "</think>"], are_special=are_special)
+    reader.save(str(tmp_path / "tokenizer.json"))
+    kind, text, pattern = ADDED[form]
+    for seed in range(4):
+        ids = walk(StructuredOutputs(str(tmp_path), MODEL), grammar_of(kind, text), random.Random(seed))
+        assert re.fullmatch(pattern, reader.decode(ids, skip_special_tokens=False))
+
+
 def test_who_takes_over_knows_what_the_one_before_knew(outputs: StructuredOutputs) -> None:
     grammar = grammar_of("json_schema", json.dumps(PERSON))
     ids, one = walk(outputs, grammar, random.Random(3)), outputs.constraint(grammar)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jsonschema
 import pytest
@@ -38,11 +38,15 @@ THOUGHTS = REASONING_MARKS[0]
 NAMED = {"type": "function", "function": {"name": "add"}}
 
 
-class Model:
-    """One whose marks are special tokens, or texts."""
+Kind = Literal["special", "added", "texts"]
+KINDS = get_args(Kind)
 
-    def __init__(self, marks: Marks, directory: Path, *, are_special: bool) -> None:
-        tokenizer = byte_tokenizer(marks.all if are_special else ())
+
+class Model:
+    """One whose marks are special tokens, added ones that are not (as Qwen's), or texts."""
+
+    def __init__(self, marks: Marks, directory: Path, kind: Kind = "special") -> None:
+        tokenizer = byte_tokenizer(() if kind == "texts" else marks.all, are_special=kind == "special")
         tokenizer.save(str(directory / "tokenizer.json"))
         self.marks = marks
         self.codec = TextCodec(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
@@ -73,13 +77,13 @@ def calls_of(parts: list[Part]) -> list[str]:
     return [part.call.name for part in parts if part.kind == "called"]
 
 
-@pytest.mark.parametrize("are_special", [True, False], ids=["tokens", "texts"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tools", TOOL_MARKS, ids=["hermes", "mistral", "llama"])
 @pytest.mark.parametrize("thoughts", [("", ""), THOUGHTS], ids=["", "thinks"])
 def test_a_call_that_must_be_is_made(
-    tools: tuple[str, str], thoughts: tuple[str, str], are_special: bool, tmp_path: Path
+    tools: tuple[str, str], thoughts: tuple[str, str], kind: Kind, tmp_path: Path
 ) -> None:
-    model = Model(Marks(reasoning=thoughts, tools=tools), tmp_path, are_special=are_special)
+    model = Model(Marks(reasoning=thoughts, tools=tools), tmp_path, kind)
     for seed in range(4):
         parts = model.answer(asking(tools=TOOLS, tool_choice="required"), seed)
         assert calls_of(parts)
@@ -90,9 +94,9 @@ def test_a_call_that_must_be_is_made(
             assert len(calls_of(model.answer(one, seed))) == 1
 
 
-@pytest.mark.parametrize("are_special", [True, False], ids=["tokens", "texts"])
-def test_strict_calls_may_be_made_or_not_and_keep_their_schemas(are_special: bool, tmp_path: Path) -> None:
-    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path, are_special=are_special)
+@pytest.mark.parametrize("kind", KINDS)
+def test_strict_calls_may_be_made_or_not_and_keep_their_schemas(kind: Kind, tmp_path: Path) -> None:
+    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path, kind)
     found = [calls_of(model.answer(asking(tools=TOOLS), seed)) for seed in range(30)]
     assert any(found)
     assert not all(found)
@@ -102,7 +106,7 @@ def test_what_a_function_s_schema_refers_to_is_in_itself(tmp_path: Path) -> None
     tree = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}}}
     schema = {**tree, "required": ["next"], "additionalProperties": False, "$defs": {"leaf": {"enum": ["x", 1]}}}
     tools = [{"type": "function", "function": {"name": "walk", "parameters": schema}}]
-    model = Model(Marks(tools=TOOL_MARKS[1]), tmp_path, are_special=True)
+    model = Model(Marks(tools=TOOL_MARKS[1]), tmp_path)
     for seed in range(6):
         parts = model.answer(asking(tools=tools, tool_choice="required"), seed)
         called = [json.loads(part.call.arguments) for part in parts if part.kind == "called"]
@@ -112,7 +116,7 @@ def test_what_a_function_s_schema_refers_to_is_in_itself(tmp_path: Path) -> None
 
 
 def test_an_answer_has_its_form_or_is_a_call(tmp_path: Path) -> None:
-    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path, are_special=True)
+    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path)
     asked = asking(tools=TOOLS, response_format={"type": "json_schema", "json_schema": {"schema": ADD}})
     found = [model.answer(asked, seed) for seed in range(20)]
     assert {bool(calls_of(parts)) for parts in found} == {True, False}
@@ -122,12 +126,12 @@ def test_an_answer_has_its_form_or_is_a_call(tmp_path: Path) -> None:
 
 
 def test_a_strict_function_is_as_any_other_where_no_call_is_known(tmp_path: Path) -> None:
-    model = Model(Marks(), tmp_path, are_special=True)
+    model = Model(Marks(), tmp_path)
     assert chat_form(asking(tools=TOOLS), model.marks, model.codec, "") is None
 
 
 def test_an_answer_of_a_form_comes_behind_thoughts(tmp_path: Path) -> None:
-    model = Model(Marks(reasoning=THOUGHTS), tmp_path, are_special=True)
+    model = Model(Marks(reasoning=THOUGHTS), tmp_path)
     asked = asking(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": ADD}})
     kinds = set()
     for seed in range(12):
@@ -154,7 +158,7 @@ def test_an_answer_of_a_form_comes_behind_thoughts(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("marks", [Marks(reasoning=THOUGHTS), Marks(tools=TOOL_MARKS[0])], ids=["thinks", "calls"])
 def test_any_form_may_have_thoughts_or_calls_beside_it(form: dict[str, Any], marks: Marks, tmp_path: Path) -> None:
-    model = Model(marks, tmp_path, are_special=True)
+    model = Model(marks, tmp_path)
     asked = asking(structured_outputs=form, **({"tools": TOOLS} if marks.tools[0] else {}))
     found = [model.answer(asked, seed) for seed in range(12)]
     said = ["".join(part.text for part in parts if part.kind == "said") for parts in found if not calls_of(parts)]
@@ -168,7 +172,7 @@ def test_any_form_may_have_thoughts_or_calls_beside_it(form: dict[str, Any], mar
     ids=["open", "other", "empty", "number", "deep"],
 )
 def test_a_grammar_that_is_no_json_of_one_is_refused(text: str, tmp_path: Path) -> None:
-    model = Model(Marks(reasoning=THOUGHTS), tmp_path, are_special=True)
+    model = Model(Marks(reasoning=THOUGHTS), tmp_path)
     with pytest.raises(InvalidRequest, match=r"structured\.grammar cannot be read"):
         chat_form(asking(structured_outputs={"grammar": text}), model.marks, model.codec, "")
 
@@ -194,13 +198,13 @@ def test_a_grammar_that_is_no_json_of_one_is_refused(text: str, tmp_path: Path) 
     ],
 )
 def test_what_contradicts_itself_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
-    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path, are_special=True)
+    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path)
     with pytest.raises(InvalidRequest) as caught:
         chat_form(asking(**given), model.marks, model.codec, "")
     assert str(caught.value).startswith(said)
 
 
 def test_a_model_that_shows_no_calls_cannot_be_made_to_call(tmp_path: Path) -> None:
-    model = Model(Marks(), tmp_path, are_special=True)
+    model = Model(Marks(), tmp_path)
     with pytest.raises(InvalidRequest, match="the model's chat template shows no call"):
         chat_form(asking(tools=TOOLS, tool_choice="required"), model.marks, model.codec, "")
