@@ -26,9 +26,12 @@ STOP_S = 1.0  # for the last bytes
 
 
 class _Connection(HttpToolsProtocol):
-    """Aborted where its client takes nothing for `max_stall_s`, sends no headers in HEADERS_S, too many of them, or a
-    request before the last one is answered: then nobody would see that it leaves. An upgrade that is offered (h2c, by
-    curl and Java) is passed over, as RFC 9110 7.8 has it: llhttp would take the body for the other protocol's."""
+    """Aborted where its client takes nothing for `max_stall_s`, sends no headers in HEADERS_S, or too many of them.
+
+    One that sends a request before the last one is answered gets that answer, and then the connection's end (RFC 9112
+    9.3.2: it asks again for the others): uvicorn would stop reading, and nobody would see that the client leaves. An
+    upgrade that is offered (h2c, by curl and Java) is passed over, as RFC 9110 7.8 has it: llhttp would take the body
+    for the other protocol's."""
 
     def __init__(self, *args: Any, max_stall_s: float, **uvicorns: Any) -> None:
         super().__init__(*args, **uvicorns)
@@ -37,6 +40,7 @@ class _Connection(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None  # runs while it does not take what is written
         self._untaken_bytes = 0
         self._header_bytes = 0
+        self._is_heard_out = False  # what comes now is read, and dropped
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -48,6 +52,8 @@ class _Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_heard_out:
+            return
         self._unset_keepalive_if_required()
         self._parse(data)
         is_idle = self.cycle is None or self.cycle.response_complete
@@ -60,7 +66,8 @@ class _Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as offer:
             self._parse(self._head_without_offer() + data[offer.args[0] :])
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            if not self._is_heard_out:
+                self.send_400_response("Invalid HTTP request received.")
 
     def _head_without_offer(self) -> bytes:
         first = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
@@ -73,8 +80,9 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()
-            raise ConnectionAbortedError  # ends the parser's work, too: there is no other cycle to tell of the end
+            self._is_heard_out = True
+            self.cycle.keep_alive = False
+            raise ConnectionAbortedError  # ends the parser's work
         self._header_bytes = 0
         self._await_headers()
         if not self.flow.write_paused:

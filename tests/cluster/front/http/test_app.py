@@ -592,14 +592,30 @@ async def test_an_offer_to_upgrade_is_passed_over(size: int) -> None:
         writer.close()
 
 
-async def test_a_client_that_asks_twice_at_once_and_leaves_cancels_both() -> None:
+async def test_a_client_that_asks_twice_at_once_gets_the_first_answer_and_the_end() -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+    async with http() as h, asyncio.timeout(10):
+        for data in (health + health, posted({"prompt": PROMPT, "max_tokens": 5}) + health + b"x" * 100_000):
+            reader, writer = await raw(h, data)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"connection: close" in head.lower()
+            length = re.search(rb"content-length: (\d+)", head)
+            assert length is not None
+            assert len(body) == int(length[1]), "and nothing behind it"
+            writer.close()
+        await h.harness.until(lambda: h.harness.router.num_submissions == 0)
+
+
+async def test_a_client_that_asks_twice_at_once_and_leaves_cancels_the_first() -> None:
     async with http() as h:
         h.harness.decode().max_steps = 3
         _, writer = await raw(h, posted({"prompt": PROMPT, "max_tokens": 50}))
         await h.harness.until(lambda: bool(h.harness.decode().running))
         writer.write(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
-        await h.harness.until(lambda: not h.harness.decode().running and h.harness.router.num_submissions == 0)
+        await writer.drain()
         writer.close()
+        await h.harness.until(lambda: not h.harness.decode().running and h.harness.router.num_submissions == 0)
 
 
 async def test_a_client_that_says_no_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
