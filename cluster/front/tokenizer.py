@@ -236,4 +236,4 @@ def _load(model: str, config: Mapping[str, Any]) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(model)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=False)

@@ -62,6 +62,12 @@ def reference_logits(model: PreTrainedModel, vocab_size: int, max_len: int) -> R
     ]
     set_attention(model, "eager")
     logits = [_own_logits(model, ids) for ids in sequences]
+    if not all(bool(rows.isfinite().all()) for rows in logits):
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise UnsupportedModel(
+            f"{type(model).__name__}'s own logits are not finite in {dtype}: weights are damaged, or too large for it; "
+            "give a whole checkpoint, or another dtype"
+        )
     tolerance = TOLERANCE[model.dtype]
     if model.dtype != torch.float32:
         noise = _own_noise(model, sequences, logits)

@@ -261,4 +261,4 @@ def _tokenizer_json(model: str) -> str:
         return path.read_text()
     from transformers import AutoTokenizer
 
-    return str(AutoTokenizer.from_pretrained(model).backend_tokenizer.to_str())
+    return str(AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer.to_str())

@@ -50,8 +50,12 @@ def load_config(model: str) -> Any:
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # transformers raises nearly every type for a config that it cannot read
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(
+                f"model {model!r} has code of its own, which is not run; give one of a type that transformers knows"
+            ) from error
         raise UnsupportedModel(f"model {model!r} cannot be read: {first_sentence(error)}") from error
 
 
@@ -73,6 +77,8 @@ def resolve_max_len(asked: int | None, config: Any) -> int:
     most = None if own is None else _stretched(text, own)
     if own is None and asked is None:
         raise ValueError("the model's config names no max_position_embeddings; give max_model_len")
+    if (own if asked is None else asked) == 1:
+        raise ValueError("a sequence has 1 token at most; a prompt and its answer have 2 or more")
     if asked is None:
         return int(own or 0)
     if most is not None and asked > most:
@@ -101,6 +107,8 @@ def check_config(config: Any) -> None:
     _check_names("architectures", config.architectures)
     _check_names("layer_types", getattr(text, "layer_types", None))
     name = architecture_of(config)
+    if getattr(text, "num_hidden_layers", 1) in (0, None):
+        raise UnsupportedModel(f"{name} has no layers: num_hidden_layers in config.json is {text.num_hidden_layers}")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
     if getattr(text, "attn_temperature_tuning", False) and "Llama4" not in name:
@@ -151,6 +159,11 @@ def _rope_parameters(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def first_sentence(error: Exception) -> str:
+    """With the error's type where it was not made to be read."""
     text = " ".join(str(error).split()) or type(error).__name__
     head = text.split(". ")[0]
+    if isinstance(error, KeyError):
+        return f"transformers finds no {head:.200}: config.json gives what it does not know, or lacks what it needs"
+    if isinstance(error, TypeError | AttributeError | LookupError):
+        head = f"{type(error).__name__}: {head}"
     return head if len(head) <= 300 else head[:297] + "..."

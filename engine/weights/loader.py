@@ -69,10 +69,17 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
                 dtype=dtype,
                 attn_implementation="eager",
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # which are refused below, by name
                 **placed,
             )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {first_sentence(error)}") from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, held, wanted = mismatched[0]
+        raise UnsupportedModel(
+            f"model {model!r} has {len(mismatched)} of its weights in another shape than config.json says, "
+            f"first {name}: {tuple(held)} for {tuple(wanted)}; give both of one model"
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(
@@ -298,7 +305,7 @@ def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
     if ids is None:
         return ()
     ids = tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
-    if not all(isinstance(i, int) for i in ids):
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise UnsupportedModel(f"eos_token_id of the model is {ids!r:.80}; give a token id, or a list of them")
     if strange := [i for i in ids if not 0 <= i < vocab_size]:
         logger.warning("eos_token_id of the model has %s, and its ids end at %d: left out", strange, vocab_size - 1)

@@ -94,6 +94,61 @@ def test_incomplete_weights(llama: str, tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
+def test_weights_of_another_shape(llama: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    state = dict(model.state_dict())
+    name = "model.layers.1.mlp.up_proj.weight"
+    state[name] = state[name][:-1].clone()
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(UnsupportedModel, match=rf"1 of its weights in another shape .* first {name}: \(127, 64\) for"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_are_not_laid_to_the_pages(value: float, llama: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="own logits are not finite in float32: weights are damaged"):
+        load(str(tmp_path))
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "an activation": ({"hidden_act": "nope"}, UnsupportedModel, "transformers finds no 'nope': config.json gives"),
+    "a RoPE": (
+        {"rope_parameters": {"rope_type": "nope", "rope_theta": 1e4}},
+        UnsupportedModel,
+        "transformers finds no 'nope': config.json gives",
+    ),
+    "no layers": ({"num_hidden_layers": 0}, UnsupportedModel, r"num_hidden_layers in config\.json is 0"),
+    "one position": ({"max_position_embeddings": 1}, ValueError, "a prompt and its answer have 2 or more"),
+    "code of its own": (
+        {"model_type": "martian", "auto_map": {"AutoConfig": "code.MartianConfig"}},
+        UnsupportedModel,
+        "code of its own, which is not run; give one of a type that transformers knows",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_says_what_cannot_be(llama: str, tmp_path: Path, case: str) -> None:
+    changes, kind, reason = CONFIGS[case]
+    config = json.loads((Path(llama) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "model.safetensors").write_bytes((Path(llama) / "model.safetensors").read_bytes())
+    (tmp_path / "code.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(kind, match=reason):
+        load(str(tmp_path))
+
+
+def test_an_eos_that_is_no_token(llama: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": true}')
+    with pytest.raises(UnsupportedModel, match=r"eos_token_id of the model is \(True,\); give a token id"):
+        load(str(tmp_path))
+
+
 def test_an_architecture_that_transformers_does_not_know(llama: str, tmp_path: Path) -> None:
     config = json.loads((Path(llama) / "config.json").read_text())
     config |= {"model_type": "martian", "architectures": ["MartianForCausalLM"]}
