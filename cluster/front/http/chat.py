@@ -58,7 +58,8 @@ class ChatTemplate:
         if isinstance(template, Mapping):  # by name
             template = "\n".join(template.values())
         self.is_there = bool(template)
-        self._own_names = (*inspect.signature(tokenizer.apply_chat_template).parameters,) if template else ()
+        named = inspect.signature(tokenizer.apply_chat_template).parameters if template else ()
+        self._own_names = ("messages", *named)  # which transformers calls the conversation
         self.marks = _marks_of(template or "")
 
     def prompt(self, asked: Prompted, more: Mapping[str, Any] | None = None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import takewhile
 from math import ceil
 from typing import Any
 
@@ -54,7 +53,8 @@ def answer(status: int, body: ErrorBody, headers: Mapping[str, str] | None = Non
 def told(error: RequestFailed | InvalidRequest) -> tuple[int, ErrorBody, dict[str, str]]:
     """Status, body and headers."""
     if isinstance(error, InvalidRequest):
-        return 400, body_of(str(error), "invalid_request_error", param=_param(str(error))), {}
+        sentence = str(error).replace("kv_policy.", "kv_")  # a message of gRPC's, whose fields are keys here
+        return 400, body_of(sentence, "invalid_request_error", param=_param(sentence)), {}
     status, kind = STATUS.get(error.code, OTHER)
     code, param = error.code.name.lower(), _param(str(error))
     code = "model_not_found" if (error.code, param) == (Code.NOT_FOUND, "model") else code
@@ -101,6 +101,10 @@ def refused(error: RequestFailed | InvalidRequest) -> JSONResponse:
     return answer(*told(error))
 
 
+def _place(problem: Any) -> list[str | int]:
+    return [part for part in problem["loc"][1:] if _is_of_the_body(part)]
+
+
 def _is_of_the_body(part: str | int) -> bool:
     """And no name of one of the types that it may have."""
     return isinstance(part, int) or (part not in ("str", "bool") and not part.endswith("]") and part[:1].islower())
@@ -116,11 +120,12 @@ def _no_json(problem: Any) -> str:
 
 
 def unreadable(problems: Any) -> JSONResponse:
-    """Of what pydantic found: the first, named by its place."""
-    problem = problems[0]
+    """Of what pydantic found: the first, named by its place. Of a value that may have one of several types, what is
+    wrong with it as the one that it is most like: there the problem lies deepest."""
+    problem = min(problems, key=lambda each: (each["type"] == "missing", -len(_place(each))))
     if why := _no_json(problem):
         return answer(400, body_of(why, "invalid_request_error"))
-    place = ".".join(map(str, takewhile(_is_of_the_body, problem["loc"][1:]))) or "the body"
+    place = ".".join(map(str, _place(problem))) or "the body"
     value = problem.get("input")
     shown = "" if problem["type"] == "missing" or place == "the body" else f" is {repr(value)[:80]}"
     sentence = f"{place}{shown}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"

@@ -363,6 +363,10 @@ class ChatRequest(Prompted, Sampled):
 
     def check_served(self) -> None:
         super().check_served()
+        if self.max_completion_tokens is not None and self.max_completion_tokens < 1:
+            raise InvalidRequest(
+                f"max_completion_tokens is {self.max_completion_tokens}; give a whole number from 1 on"
+            )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs} without logprobs; give both")
         if self.tool_choice == "auto" and not self.tools:

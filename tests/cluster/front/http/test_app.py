@@ -322,7 +322,7 @@ async def test_without_tools_a_call_is_text() -> None:
         assert '"add",' in choice["message"]["content"]
 
 
-@pytest.mark.parametrize("key", ["chat_template", "tools", "tokenize"])
+@pytest.mark.parametrize("key", ["chat_template", "tools", "tokenize", "messages"])
 async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
     async with http(codec=words()) as h:
         asked: Any = {"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": {key: "w1"}}
@@ -344,7 +344,9 @@ async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
         ({"prompt": "w5", "temperature": []}, "temperature is []: input should be a valid number"),
         ({"prompt": "w5", "max_tokens": 2**40}, "max_tokens is 1099511627776: input should be less than 2147483648"),
         ({"prompt": 5}, "prompt is 5: input should be a valid string"),
-        ({"prompt": [5, -1]}, "prompt is [5, -1]: input should be a valid string"),
+        ({"prompt": [5, -1]}, "prompt.1 is -1: input should be greater than or equal to 0"),
+        ({"prompt": [[1, 2], [3, 2**40]]}, "prompt.1.1 is 1099511627776: input should be less than 4294967296"),
+        ({"prompt": "w5", "kv_window_tokens": -1}, "kv_window_tokens is -1; give 0 or more"),
         ({"prompt": "w5", "stop": 5}, "stop is 5: input should be a valid string"),
         ({"prompt": ""}, "the prompt is empty; give text with at least one token"),
         ({"prompt": []}, "prompt has 0 prompts; give 1 to 128"),
@@ -398,10 +400,39 @@ async def test_after_a_failure_of_ours_the_connection_is_said_to_end(monkeypatch
 
 async def test_what_is_no_json_is_refused() -> None:
     async with http() as h:
-        for content in (b"{", b"\xff", b"[]", b"null", b'{"prompt": "\\ud800"}'):
+        said = {
+            b"{": "the body is no JSON: expecting property name enclosed in double quotes at character 1",
+            b"\xff": "the body is no UTF-8; send JSON in that",
+            b"[" * 100_000: "the body is nested too deep; send JSON with fewer levels",
+            b"9" * 5000: "the body has a number that is too long; send JSON with at most 4300 digits in each",
+            b"[]": "the body: input should be a valid dictionary or object to extract fields from",
+            b"null": "the body: input should be a valid dictionary or object to extract fields from",
+            b'{"prompt": "\\ud800"}': "",
+        }
+        for content, message in said.items():
             answer = await h.raw.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-            assert answer.status_code == 400, (content, answer.text)
-            assert answer.json()["error"]["message"]
+            assert answer.status_code == 400, (content[:80], answer.text)
+            told = answer.json()["error"]["message"]
+            assert told == message or (not message and told), content[:80]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "message"),
+    [
+        ("/tokenize", {}, "prompt: field required"),
+        ("/tokenize", {"prompt": 5}, "prompt is 5: input should be a valid string"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "w5"}], "max_completion_tokens": 0},
+            "max_completion_tokens is 0; give a whole number from 1 on",
+        ),
+    ],
+)
+async def test_a_mistake_is_named_by_its_key(path: str, asked: dict[str, Any], message: str) -> None:
+    async with http(codec=words()) as h:
+        status, answer = await h.post(path, **asked)
+        assert (status, answer["error"]["message"]) == (400, message)
+        assert answer["error"]["param"] == re.split("[: ]", message)[0]
 
 
 async def test_an_unknown_model_and_an_unknown_place_are_not_found() -> None:
