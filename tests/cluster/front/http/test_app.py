@@ -294,6 +294,19 @@ def calling(prompt: list[int], index: int) -> int:
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+async def test_marks_of_calls_are_hidden_where_none_may_be_made(more: Any) -> None:
+    """As other special tokens are."""
+    async with http(codec=words(), worker={"script": calling}) as h:
+        messages: Any = [{"role": "user", "content": "w5"}]
+        chat = await h.openai.chat.completions.create(model="fake", messages=messages, **more)
+        said = (chat.choices[0].message.content or "").split()
+        assert said == ["w12", '[{"name":', '"add",', '"arguments":', '{"a":', "1}}]"]
+        shown: Any = {"skip_special_tokens": False}
+        chat = await h.openai.chat.completions.create(model="fake", messages=messages, extra_body=shown, **more)
+        assert "[TOOL_CALLS]" in (chat.choices[0].message.content or "")
+
+
 async def test_thoughts_and_calls_are_told_apart_from_what_is_said() -> None:
     async with http(codec=words(), worker={"script": calling}) as h:
         messages: Any = [{"role": "user", "content": "w5"}]
@@ -311,15 +324,6 @@ async def test_thoughts_and_calls_are_told_apart_from_what_is_said() -> None:
         assert called.function is not None
         assert (called.index, called.function.name, called.function.arguments) == (0, "add", '{"a": 1}')
         assert deltas[-1].finish_reason == "tool_calls"
-
-
-async def test_without_tools_a_call_is_text() -> None:
-    async with http(codec=words(), worker={"script": calling}) as h:
-        _, body = await h.post("/v1/chat/completions", messages=[{"role": "user", "content": "w5"}])
-        [choice] = body["choices"]
-        assert choice["finish_reason"] == "stop"
-        assert choice["message"]["content"].split()[0] == "w12"
-        assert '"add",' in choice["message"]["content"]
 
 
 @pytest.mark.parametrize("key", ["chat_template", "tools", "tokenize", "messages"])
