@@ -35,10 +35,12 @@ from cluster.deploy.ray import (
     DeployError,
     ends_within,
     find_actor,
+    initialized_ray,
     join_ray,
     named_actors,
     namespace_of,
     node_host,
+    shut_down,
 )
 from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
@@ -160,17 +162,17 @@ class Deployment:
             if why:
                 raise DeployError(f"router-{index} has not reached the workers within {timeout_s:g} s: {why}")
 
-    def stop(self, *, has_crashed: bool = False) -> None:
-        """End what `start` began, however far it came. If it has crashed, what Ray logged is kept beside our own."""
-        import ray
-
-        is_answering = not ray.is_initialized() or self._end_actors()
+    def stop(self, *, has_crashed: bool = False, keep_signals: Callable[[], object] = bool) -> bool:
+        """End what `start` began, however far it came. If it has crashed, what Ray logged is kept beside our own.
+        `keep_signals` is called as long as Ray gives them their defaults. Returns whether this process is rid of Ray;
+        if not, its threads would bring down a Python that ends in good order."""
+        is_answering = (ray := initialized_ray()) is None or self._end_actors()
         if not is_answering:
             log.warning("Ray does not answer: running requests are not waited for")
         if self._local is not None:
-            self._local.stop(is_answering=is_answering, keep_logs_in=self._log_dir if has_crashed else "")
-        else:
-            ray.shutdown()
+            logs = self._log_dir if has_crashed else ""
+            return self._local.stop(is_answering=is_answering, keep_logs_in=logs, keep_signals=keep_signals)
+        return ray is None or shut_down(ray, keep_signals)
 
     def _end_actors(self) -> bool:
         """Whether Ray has answered all the while. Who ends us may have ended it, too, as a signal to all of a service's

@@ -20,6 +20,8 @@ from typing import Any
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 5.0
 LOOK_S = 0.1
+SHUTDOWN_S = 10.0
+RESET_S = 0.01  # Ray's own shutdown gives signals their defaults back: how long that may stand
 
 
 class DeployError(Exception):
@@ -85,7 +87,13 @@ def node_host() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def ends_within(work: Callable[[], object], timeout_s: float, is_hopeless: Callable[[], object] = bool) -> bool:
+def ends_within(
+    work: Callable[[], object],
+    timeout_s: float,
+    is_hopeless: Callable[[], object] = bool,
+    *,
+    look_s: float = LOOK_S,
+) -> bool:
     """Whether what is asked of Ray ends well in time, and before it `is_hopeless`: where Ray's GCS is stopped or gone,
     calls wait for it for a minute, or without end. A thread that hangs in one is left behind."""
     ended = threading.Event()
@@ -99,8 +107,24 @@ def ends_within(work: Callable[[], object], timeout_s: float, is_hopeless: Calla
     thread.start()
     deadline = time.monotonic() + timeout_s
     while thread.is_alive() and not is_hopeless() and (left_s := deadline - time.monotonic()) > 0:
-        thread.join(min(LOOK_S, left_s))
+        thread.join(min(look_s, left_s))
     return ended.is_set()
+
+
+def initialized_ray() -> Any | None:
+    """None where Ray was not begun; nor does anything run in one whose import was interrupted, which raises when it is
+    imported again."""
+    ray: Any = sys.modules.get("ray")
+    return ray if hasattr(ray, "is_initialized") and ray.is_initialized() else None
+
+
+def shut_down(ray: Any, keep_signals: Callable[[], object]) -> bool:
+    """Whether Ray has let this process go: it waits for its raylet without end. `keep_signals` is called all the while,
+    as somebody may ask a second time."""
+    try:
+        return ends_within(ray.shutdown, SHUTDOWN_S, lambda: keep_signals() and False, look_s=RESET_S)
+    finally:
+        keep_signals()
 
 
 def named_actors() -> list[str]:

@@ -64,7 +64,8 @@ class Accounting:
                 ledger.close()
                 raise
         except (OSError, DatabaseError) as error:
-            why = (getattr(error, "strerror", None) or str(error)).lower() if isinstance(error, OSError) else str(error)
+            strerror = getattr(error, "strerror", None)  # of ours that are sentences there is none
+            why = strerror.lower() if strerror else str(error)
             shown = str(place) if isinstance(place, Path) else without_passwords(place.url)
             raise OSError(f"usage_db {shown!r} cannot be used: {why}; give another, or off") from error
 

@@ -194,6 +194,10 @@ def _main() -> None:
         sys.exit(report(error, "--json" in sys.argv))
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except RuntimeError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # while a class was made (__set_name__)
+            sys.exit(INTERRUPTED)
+        raise
     except BrokenPipeError:  # whoever read it has left
         sys.stdout = None
         sys.exit(1)

@@ -20,7 +20,15 @@ _REACHED = {  # somebody is there, but speaks otherwise
     "hostname verification": "the certificate at {} is another name's; call the router by the name in its certificate",
     "socket closed": "{} hung up at once: it wants TLS (--tls, --tls-ca), or a certificate of this client (--tls-cert)",
 }
-_BROKEN = ("socket closed", "recvmsg:", "connection reset", "broken pipe", "ping timeout", "keepalive watchdog")
+_BROKEN = (
+    "stream removed",
+    "socket closed",
+    "recvmsg:",
+    "connection reset",
+    "broken pipe",
+    "ping timeout",
+    "keepalive watchdog",
+)
 
 
 def raise_kvrelay(error: grpc.RpcError, endpoint: str) -> NoReturn:

@@ -25,6 +25,10 @@ PLAIN = ("--language=PYTHON", "--serialized-runtime-env-context={}")  # what nee
 
 def main() -> None:
     """`sys.argv`: Ray's script for a worker and its flags, with those that are for Ray's setup_worker.py beside it."""
+    try:
+        os.getcwd()
+    except OSError:  # that of `up` was removed since: torch and transformers want one that is there
+        os.chdir("/")
     script, setup = sys.argv[1], [word for word in sys.argv if word.startswith(SETUP_FLAGS)]
     worker = [word for word in sys.argv[1:] if word not in setup]
     if not (all(word in PLAIN for word in setup) and _is_forked(worker)):

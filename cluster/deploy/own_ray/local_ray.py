@@ -16,7 +16,8 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -24,10 +25,12 @@ import psutil
 from cluster.deploy.forks.preload import Preload
 from cluster.deploy.forks.started import ForkServer, take
 from cluster.deploy.own_ray.lean import RUNTIME_ENVIRONMENTS, lean_ray
+from cluster.deploy.ray import initialized_ray, shut_down
 from worker.wire.private_files import write_private
 
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least, nearly: no object of any size ever goes through it
 REAP_TIMEOUT_S = 5.0
+REAP_POLL_S = 0.02
 LOOPBACK = "127.0.0.1"
 PREFIX = "kvrelay-ray-"
 KEEPERS = ("gcs_server", "raylet")  # who start what ends; without them nobody does
@@ -119,31 +122,40 @@ class LocalRay:
         ended = [name for name, process in self._keepers.items() if not is_there(process)]
         return f"Ray's {' and '.join(ended)} ended, and nobody is left who restarts what fails" if ended else ""
 
-    def stop(self, *, is_answering: bool = True, keep_logs_in: str = "") -> None:
+    def stop(
+        self, *, is_answering: bool = True, keep_logs_in: str = "", keep_signals: Callable[[], object] = bool
+    ) -> bool:
         """End Ray and everything under it; returns when all of it is gone. One that does not answer is killed at once.
-        `keep_logs_in`: a folder for Ray's logs."""
+        `keep_logs_in`: a folder for Ray's logs. `keep_signals`: see `shut_down`. Returns whether this process is rid of
+        Ray, too."""
         if self._folder is None:
-            return
-        import ray
-
+            return True
         self.remember()
         if self._forks is not None:
             self._forks.end()
-        is_ended = is_answering and ray.is_initialized()  # else its start was interrupted, and nothing runs in it
-        if is_ended:
-            ray.shutdown()
-        else:
+        ray = initialized_ray()  # None: its start was interrupted, and nothing runs in it
+        is_ended = ray is not None and is_answering and shut_down(ray, keep_signals)
+        if not is_ended and ray is not None:
             atexit.unregister(ray.shutdown)  # it would ask a GCS that is gone, and wait
-        _, alive = psutil.wait_procs(self._seen.values(), timeout=REAP_TIMEOUT_S if is_ended else 0)
+        alive = _alive_after(self._seen.values(), REAP_TIMEOUT_S if is_ended else 0)
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):  # one that has just died takes others with it
                 process.send_signal(signal.SIGKILL)  # psutil checks that the pid is still the same process
-        psutil.wait_procs(alive, timeout=REAP_TIMEOUT_S)
+        _alive_after(alive, REAP_TIMEOUT_S)
         if keep_logs_in:
             _keep_logs(self._folder / "r" / "session_latest" / "logs", Path(keep_logs_in, "ray"))
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
             os.close(self._lock)
+        return is_ended or ray is None
+
+
+def _alive_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended by then. One that nobody reaps has, as in a container without an init."""
+    deadline, alive = time.monotonic() + timeout_s, list(processes)
+    while (alive := [process for process in alive if is_there(process)]) and time.monotonic() < deadline:
+        time.sleep(REAP_POLL_S)
+    return alive
 
 
 def is_there(process: psutil.Process) -> bool:

@@ -6,7 +6,10 @@ ignored while that goes on, so that nothing is left behind.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +45,7 @@ class Stopped(BaseException):
 
 
 _asked_to_stop: list[int] = []  # the signal, once one came: there is one run in a process
+_left_in_ray: list[bool] = []  # once Ray has not let this process go
 
 
 def serve(
@@ -55,6 +59,17 @@ def serve(
     checks: bool = False,
 ) -> int:
     """Returns the exit code: see kvrelay/cli/cluster/up.py. `checks`: the doctor looks before and afterwards."""
+    code = _run(wanted, address, drawn, log_dir, mode, view, checks)
+    if _left_in_ray:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def _run(
+    wanted: Wanted, address: str | None, drawn: Secrets, log_dir: str, mode: Mode, view: View, checks: bool
+) -> int:
     began_s = time.monotonic()
     _raise_on_signals()
     try:
@@ -135,8 +150,11 @@ def _serve(
                 deployment.leave()
             else:
                 view.stopping()
-                deployment.stop(has_crashed=has_crashed)
-                state.remove_own(spec.name)
+                try:
+                    if not deployment.stop(has_crashed=has_crashed, keep_signals=_ignore_signals):
+                        _left_in_ray.append(True)
+                finally:
+                    state.remove_own(spec.name)
 
 
 def _start(deployment: Deployment, view: View) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from kvrelay import known_clusters
 from kvrelay.cli.connection import Entrance
-from kvrelay.cli.console import ENDPOINT_VARIABLE, CliError, JsonOption, print_json, report
+from kvrelay.cli.console import ENDPOINT_VARIABLE, FAILURE, CliError, JsonOption, print_json, report
 from kvrelay.cli.groups import grouped
 from kvrelay.client.client import DEFAULT_ENDPOINT
 
@@ -52,19 +52,36 @@ def status(
             _show_all(entrance, endpoint, as_json, is_again=True)
         except CliError as error:  # it may be back at the next look
             report(error, as_json)
+        except typer.Exit:
+            pass
         time.sleep(watch)
     _show_all(entrance, endpoint, as_json)
 
 
 def _show_all(entrance: Entrance, endpoint: str | None, as_json: bool, *, is_again: bool = False) -> None:
-    answers = [_ask(where, entrance) for where in ([endpoint] if endpoint else _endpoints())]
+    """One that does not answer hides no other. Raises CliError for it, or has told of it as JSON and raises Exit."""
+    asked = [endpoint] if endpoint else _endpoints()
+    answers: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for where in asked:
+        try:
+            answers[where] = _ask(where, entrance)
+        except CliError as error:
+            failed[where] = str(error)
+    if failed and len(asked) == 1:
+        raise CliError(failed[asked[0]])
     if as_json:
-        print_json(answers[0] if len(answers) == 1 else {"routers": answers})
+        told = [answers.get(where) or {"endpoint": where, "error": failed[where]} for where in asked]
+        print_json(told[0] if len(told) == 1 else {"routers": told})
+        if failed:
+            raise typer.Exit(FAILURE)
         return
     if is_again and sys.stdout.isatty():
         print("\033[2J\033[H", end="")
-    for answer in answers:
+    for answer in answers.values():
         _show(answer)
+    if failed:
+        raise CliError("\n".join(failed.values()))
 
 
 def _endpoints() -> list[str]:

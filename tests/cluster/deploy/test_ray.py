@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from cluster.deploy.ray import ends_within
+from cluster.deploy.ray import ends_within, initialized_ray, shut_down
 
 pytestmark = pytest.mark.unit
 
@@ -30,3 +32,27 @@ def test_what_fails_did_not_end_well() -> None:
 
     assert not ends_within(fail, 5.0)
     assert ends_within(lambda: None, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("imported", "is_there"),
+    [
+        (None, False),
+        (SimpleNamespace(), False),  # its import was interrupted
+        (SimpleNamespace(is_initialized=lambda: False), False),
+        (SimpleNamespace(is_initialized=lambda: True), True),
+    ],
+)
+def test_a_ray_that_was_not_begun_is_none(imported: object, is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", imported)
+    assert initialized_ray() is (imported if is_there else None)
+
+
+def test_a_shutdown_is_bounded_and_signals_are_kept_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.deploy.ray.SHUTDOWN_S", 0.2)
+    kept: list[int] = []
+    assert not shut_down(SimpleNamespace(shutdown=threading.Event().wait), lambda: kept.append(1))
+    assert len(kept) > 5
+    kept.clear()
+    assert shut_down(SimpleNamespace(shutdown=int), lambda: kept.append(1))
+    assert kept, "once more when it has ended"

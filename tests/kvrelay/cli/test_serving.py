@@ -53,8 +53,11 @@ class Cluster:
 
     def wait_serving(self, _: float) -> None: ...
 
-    def stop(self, *, has_crashed: bool) -> None:
+    def stop(self, *, has_crashed: bool, keep_signals: Callable[[], object]) -> bool:
         self.is_stopped = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as Ray's shutdown does
+        keep_signals()
+        return True
 
 
 class Gone:
@@ -121,6 +124,40 @@ def test_all_is_ended_though_nobody_is_there_to_be_told(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "__stdout__", Gone())
     assert serve(monkeypatch, cluster) == FAILURE
     assert cluster.is_stopped
+    assert read("chat") is None
+
+
+def test_a_second_signal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though Ray has given signals their defaults meanwhile (Cluster.stop)."""
+    cluster = Cluster(lambda: signal.raise_signal(signal.SIGTERM))
+    ended = cluster.stop
+
+    def stop(**given: Any) -> bool:
+        ended(**given)
+        signal.raise_signal(signal.SIGTERM)  # else it would end this process
+        return True
+
+    monkeypatch.setattr(cluster, "stop", stop)
+    assert serve(monkeypatch, cluster) == 0
+    assert read("chat") is None
+
+
+def test_a_process_that_ray_does_not_let_go_ends_without_python_s_good_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would end in a SIGSEGV, and no exit code."""
+    monkeypatch.setattr(serving, "_left_in_ray", [])
+    cluster, codes = Cluster(fail), list[int]()
+    monkeypatch.setattr(cluster, "stop", lambda **_: False)
+    monkeypatch.setattr("os._exit", codes.append)
+    serve(monkeypatch, cluster)
+    assert codes == [FAILURE]
+    assert read("chat") is None
+
+
+def test_a_stop_that_fails_leaves_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(fail)
+    monkeypatch.setattr(cluster, "stop", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        serve(monkeypatch, cluster)
     assert read("chat") is None
 
 

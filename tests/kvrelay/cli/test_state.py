@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -77,6 +78,29 @@ def test_what_a_killed_up_left_in_a_ray_is_ended_there(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     state.write(replace(state.this_process("chat", "foreground"), started="before", address="head:6379"))
     assert (down._pick("chat").mode, down._pick("chat").address) == ("joined", "head:6379")
+
+
+def test_down_waits_for_nobody_to_reap_the_one_that_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container without an init."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as up:
+        state.write(replace(state.this_process("chat", "daemon"), pid=up.pid, started=start_of(up.pid)))
+        down.down("chat", timeout=10.0)
+        assert read("chat") is None
+        assert up.wait(0) == -signal.SIGTERM
+
+
+def test_down_says_who_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as up:
+        assert up.stdout is not None
+        up.stdout.readline()
+        state.write(replace(state.this_process("chat", "daemon"), pid=up.pid, started=start_of(up.pid)))
+        with pytest.raises(CliError, match=rf"chat \(process {up.pid}\) has not ended after 0.1 s"):
+            down.down("chat", timeout=0.1)
+        assert read("chat") is not None
+        up.kill()
 
 
 def test_of_two_ups_of_one_name_the_second_leaves_the_firsts_note(

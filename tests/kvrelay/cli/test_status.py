@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
 import pytest
+import typer
 
+from kvrelay.cli.cluster import status
 from kvrelay.cli.cluster.status import _name, troubles
+from kvrelay.cli.console import CliError
 from kvrelay.client.messages import status_from
 from kvrelay.v1 import cluster_pb2
 
@@ -56,3 +60,27 @@ def test_each_trouble_is_told_with_its_reason(worker: dict[str, Any], sentence: 
 )
 def test_a_worker_of_several_processes_is_shown_with_all_its_degrees(limits: dict[str, str], shown: str) -> None:
     assert _name({"name": "decode-0", "limits": limits}) == shown
+
+
+@pytest.fixture
+def one_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(where: str, _: Any) -> dict[str, Any]:
+        if where == "h:1":
+            raise CliError("no status from h:1: nothing answers")
+        return {"endpoint": where, **answer()}
+
+    monkeypatch.setattr(status, "_ask", ask)
+    monkeypatch.setattr(status, "_endpoints", lambda: ["h:1", "h:2"])
+
+
+def test_a_silent_router_hides_no_other(one_is_silent: None, capsys: pytest.CaptureFixture[str]) -> None:
+    entrance: Any = None
+    with pytest.raises(CliError, match="no status from h:1: nothing answers"):
+        status.status(entrance, None)
+    assert "r at h:2" in capsys.readouterr().out
+    with pytest.raises(typer.Exit) as ended:
+        status.status(entrance, None, as_json=True)
+    assert ended.value.exit_code == 1
+    silent, other = json.loads(capsys.readouterr().out)["routers"]
+    assert silent == {"endpoint": "h:1", "error": "no status from h:1: nothing answers"}
+    assert (other["endpoint"], other["router_id"]) == ("h:2", "r")

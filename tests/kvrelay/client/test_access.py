@@ -177,3 +177,9 @@ def test_who_speaks_otherwise_is_told_how(details: str, sentence: str) -> None:
     error = kvrelay_error(grpc.StatusCode.UNAVAILABLE, said, (), ENDPOINT)
     assert sentence in error.message
     assert ENDPOINT in error.message
+
+
+@pytest.mark.parametrize("details", ["Socket closed", "Stream removed (Socket closed)", "recvmsg:Connection reset"])
+def test_a_connection_that_breaks_is_told_as_lost(details: str) -> None:
+    error = kvrelay_error(grpc.StatusCode.UNAVAILABLE, details, (), ENDPOINT)
+    assert error.message == f"the connection to {ENDPOINT} was lost"

@@ -59,12 +59,15 @@ def fork_server(
         server.process.wait(TIMEOUT_S)
 
 
-def worker_of(scripts: Path, *flags: str) -> dict[str, object]:
-    """What the process tells that a raylet gets: asked for in a folder, with an environment and limits of its own."""
-    command = ["sh", "-c", 'ulimit -n 99; echo 7 >/proc/self/oom_score_adj; exec "$0" "$@"']
+def worker_of(scripts: Path, *flags: str, cwd: Path | None = None, first: str = ":") -> dict[str, object]:
+    """What the process tells that a raylet gets: asked for in a folder, with an environment and limits of its own.
+    `first`: what the shell does before."""
+    command = ["sh", "-c", f'{first}; ulimit -n 99; echo 7 >/proc/self/oom_score_adj; exec "$0" "$@"']
     command += [sys.executable, ask.__file__, str(scripts / "default_worker.py"), "--worker-id=1", *flags]
     environment = os.environ | {"MINE": "yes"}
-    asked = subprocess.run(command, env=environment, cwd=scripts, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True)
+    asked = subprocess.run(
+        command, env=environment, cwd=cwd or scripts, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True
+    )
     told: dict[str, object] = json.loads(asked.stdout)
     return told
 
@@ -79,6 +82,17 @@ def test_a_fork_has_what_the_raylet_gave_and_what_the_server_imported(scripts: P
     assert told["script"] == "default_worker.py"
     assert told["arguments"] == ["--worker-id=1"]
     assert (told["folder"], told["mine"], told["open_files"], told["oom"]) == (str(scripts), "yes", 99, "7")
+
+
+@pytest.mark.parametrize("has_server", [True, False])
+def test_a_folder_that_was_removed_since_keeps_nobody_from_coming(has_server: bool, scripts: Path) -> None:
+    """That where `up` was run."""
+    folder = scripts / "gone"
+    folder.mkdir()
+    with fork_server(scripts) if has_server else contextlib.nullcontext():
+        told = worker_of(scripts, PYTHON, cwd=folder, first=f"rmdir {folder}")
+    assert told["folder"] == "/"
+    assert (told["script"] == "default_worker.py") == has_server
 
 
 def test_the_first_do_not_wait_for_what_workers_import(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,16 @@ def test_a_keeper_that_ended_is_told_though_nobody_has_reaped_it() -> None:
     assert ray.why_lost()
 
 
+def test_one_that_nobody_reaps_has_ended() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    process = psutil.Process(child.pid)
+    assert local_ray._alive_after([process], 0.05) == [process]
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert local_ray._alive_after([process], 60.0) == []
+    child.wait()
+
+
 class Process:
     def __init__(self, is_gone: bool) -> None:
         self._is_gone = is_gone
@@ -101,18 +111,18 @@ def test_what_ray_cannot_end_is_killed_at_once_and_one_that_dies_meanwhile_keeps
     """It does not answer, or its start was interrupted."""
     waited: list[float] = []
 
-    def wait(processes: Iterable[Any], timeout: float) -> tuple[list[Any], list[Any]]:
-        waited.append(timeout)
-        return [], list(processes)
+    def alive_after(processes: Iterable[Any], timeout_s: float) -> list[Any]:
+        waited.append(timeout_s)
+        return list(processes)
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(shutdown=None, is_initialized=lambda: is_initialized))
-    monkeypatch.setattr(psutil, "wait_procs", wait)
+    monkeypatch.setattr(local_ray, "_alive_after", alive_after)
     ray: Any = LocalRay()
     ray._folder = tmp_path / "folder"
     ray._folder.mkdir()
     gone, there = Process(is_gone=True), Process(is_gone=False)
     ray._seen = {1: gone, 2: there}
-    ray.stop(is_answering=is_answering)
+    assert ray.stop(is_answering=is_answering) != is_initialized
     assert waited[0] == 0
     assert there.signals == [signal.SIGKILL]
     assert not (tmp_path / "folder").exists()
