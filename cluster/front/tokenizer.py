@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,8 @@ def _too_long(num_tokens: str, max_model_len: int) -> InvalidRequest:
 
 def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> TextCodec:
     """The tokenizer of a model directory or of a name on the hub. Raises TokenizerError."""
+    if os.path.isabs(model) and not os.path.exists(model):  # or it would be taken for a name on the hub
+        raise TokenizerError(f"model {model!r} is not there; give a Hugging Face model directory")
     config = _tokenizer_config(Path(model))
     if config is None:
         raise TokenizerError(f"{model} has no tokenizer.json and no tokenizer_config.json; copy the model's own there")

@@ -30,7 +30,10 @@ class KnownAdapter:
         """For workers. Raises RequestFailed, whose sentence does not say where it lies."""
         if self.files is None:
             why = self.why_not.replace(self.path, "its directory")
-            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, f"adapter {self.name!r} is not served: {why}")
+            raise RequestFailed(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"adapter {self.name!r} is not served: {why}; have it added again (kvrelay adapter add) once it can be",
+            )
         return worker_pb2.Adapter(name=self.name, path=self.path, digest=self.files.digest)
 
 

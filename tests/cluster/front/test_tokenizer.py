@@ -191,6 +191,11 @@ async def test_a_panic_of_the_tokenizer_refuses_the_text_that_caused_it() -> Non
             await codec.encode(text, 10_000)
 
 
+def test_a_directory_that_is_not_there_is_taken_for_no_name_on_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match=r"gone' is not there; give a Hugging Face model directory"):
+        load_codec(str(tmp_path / "gone"))
+
+
 def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"has no tokenizer\.json and no tokenizer_config\.json") as error:
