@@ -17,6 +17,8 @@ import sys
 
 SOCKET_VARIABLE = "KVRELAY_FORK_SERVER"  # the path of its socket
 ANSWER_TIMEOUT_S = 40.0  # the server may be importing still; Ray itself gives a worker 60 s
+LOADED_TIMEOUT_S = 5.0  # it is not, and what says nothing then is stopped
+LOADED = b"l"  # the answer of a fork that has all imported
 GO = b"go"
 STREAMS = (0, 1, 2)
 SETUP_FLAGS = ("--language=", "--serialized-runtime-env-context=")
@@ -38,12 +40,16 @@ def main() -> None:
 
 def _is_forked(arguments: list[str]) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.settimeout(ANSWER_TIMEOUT_S)
         try:
-            server.connect(os.environ[SOCKET_VARIABLE])
+            path = os.environ[SOCKET_VARIABLE]
+            is_loaded = f"{path}.loaded"  # a file of whoever saw it first
+            server.settimeout(LOADED_TIMEOUT_S if os.path.exists(is_loaded) else ANSWER_TIMEOUT_S)
+            server.connect(path)
             socket.send_fds(server, [json.dumps(_standing(arguments)).encode()], STREAMS)
-            if not server.recv(1):
+            if not (answer := server.recv(1)):
                 return False
+            if answer == LOADED:
+                os.close(os.open(is_loaded, os.O_CREAT))
             server.send(GO)
         except OSError:
             return False

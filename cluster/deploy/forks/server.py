@@ -38,7 +38,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cluster.deploy.forks.ask import ANSWER_TIMEOUT_S, GO, STREAMS
+from cluster.deploy.forks.ask import ANSWER_TIMEOUT_S, GO, LOADED, STREAMS
 from cluster.deploy.forks.preload import Imports, Preload
 from engine.kernels import build
 from engine.process import end_with_parent, set_environment
@@ -91,7 +91,7 @@ def _as_server(imports: Imports, to_loaded: socket.socket) -> dict[str, Any] | N
         to_loaded.send(message)
     preload = Preload(**json.loads(message))
     with socket.socket(fileno=descriptors[0]) as listener:
-        return _serve(_first(listener, to_loaded, preload.num_light), imports.ray)
+        return _serve(_first(listener, to_loaded, preload.num_light), imports.ray, FORKED)
 
 
 def _as_loaded(imports: Imports, from_server: socket.socket) -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ def _as_loaded(imports: Imports, from_server: socket.socket) -> dict[str, Any] |
     if preload.engine is not None:
         with _kept():
             _load(preload.engine)
-    return _serve(_passed_on(from_server, preload), imports.ray)
+    return _serve(_passed_on(from_server, preload), imports.ray, LOADED)
 
 
 @contextlib.contextmanager
@@ -186,8 +186,9 @@ def _let_go() -> None:
         gc.collect()
 
 
-def _serve(askers: Iterator[socket.socket], ray_modules: Sequence[str]) -> dict[str, Any] | None:
-    """What this process is to run: returns in each fork, with nothing in the server when it has ended."""
+def _serve(askers: Iterator[socket.socket], ray_modules: Sequence[str], answer: bytes) -> dict[str, Any] | None:
+    """What this process is to run: returns in each fork, which has answered so, and with nothing in the server when it
+    has ended."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a fork
     settings: dict[str, str] | None = None  # of Ray's; None: it is not imported yet
     for asker in askers:
@@ -200,7 +201,7 @@ def _serve(askers: Iterator[socket.socket], ray_modules: Sequence[str]) -> dict[
                 return None
             if asked.settings == settings and os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                return asked.taken_over(asker)
+                return asked.taken_over(asker, answer)
             asked.close()
     return None
 
@@ -237,10 +238,10 @@ class _Asked:
         for stream in self.streams:
             os.close(stream)
 
-    def taken_over(self, asker: socket.socket) -> dict[str, Any] | None:
+    def taken_over(self, asker: socket.socket, answer: bytes) -> dict[str, Any] | None:
         """What the asker wants to be run, in its place; None if it does not want it any more."""
         try:
-            asker.send(FORKED)
+            asker.send(answer)
             if asker.recv(len(GO)) != GO:
                 return None
         except OSError:

@@ -18,9 +18,8 @@ import psutil
 import pytest
 
 from cluster.deploy.forks import ask, started
-from cluster.deploy.forks.ask import GO, SOCKET_VARIABLE, STREAMS
+from cluster.deploy.forks.ask import GO, LOADED, SOCKET_VARIABLE, STREAMS
 from cluster.deploy.forks.preload import Imports, Preload
-from cluster.deploy.forks.server import FORKED
 from cluster.deploy.forks.started import ForkServer
 from kvrelay.demo_model import make_demo_model
 
@@ -65,10 +64,10 @@ def worker_of(scripts: Path, *flags: str, cwd: Path | None = None, first: str = 
     command = ["sh", "-c", f'{first}; ulimit -n 99; echo 7 >/proc/self/oom_score_adj; exec "$0" "$@"']
     command += [sys.executable, ask.__file__, str(scripts / "default_worker.py"), "--worker-id=1", *flags]
     environment = os.environ | {"MINE": "yes"}
-    asked = subprocess.run(
-        command, env=environment, cwd=cwd or scripts, stdout=subprocess.PIPE, timeout=TIMEOUT_S, check=True
-    )
-    told: dict[str, object] = json.loads(asked.stdout)
+    with subprocess.Popen(command, env=environment, cwd=cwd or scripts, stdout=subprocess.PIPE) as asked:
+        assert asked.stdout is not None
+        told: dict[str, object] = json.loads(asked.stdout.readline())  # its end may lie in a stopped server's socket
+        assert asked.wait(TIMEOUT_S) == 0
     return told
 
 
@@ -82,6 +81,20 @@ def test_a_fork_has_what_the_raylet_gave_and_what_the_server_imported(scripts: P
     assert told["script"] == "default_worker.py"
     assert told["arguments"] == ["--worker-id=1"]
     assert (told["folder"], told["mine"], told["open_files"], told["oom"]) == (str(scripts), "yes", 99, "7")
+
+
+def test_a_server_that_is_stopped_later_holds_nobody_up_for_long(scripts: Path) -> None:
+    """An import may take as long as it does, and it is over."""
+    with fork_server(scripts) as server:
+        assert worker_of(scripts, PYTHON)["script"] == "default_worker.py"
+        both = [psutil.Process(server.pid), *psutil.Process(server.pid).children()]
+        for process in both:
+            process.suspend()
+        began_s = time.monotonic()
+        assert worker_of(scripts, PYTHON)["script"] == "setup_worker.py"
+        assert time.monotonic() - began_s < ask.ANSWER_TIMEOUT_S / 2
+        for process in both:
+            process.resume()
 
 
 @pytest.mark.parametrize("has_server", [True, False])
@@ -240,7 +253,7 @@ def test_a_fork_that_nobody_waits_for_any_more_runs_nothing(scripts: Path) -> No
                 asker.settimeout(TIMEOUT_S)
                 asker.connect(str(scripts / "forks"))
                 socket.send_fds(asker, [json.dumps(ask._standing([str(script)])).encode()], STREAMS)
-                assert asker.recv(1) == FORKED
+                assert asker.recv(1) == LOADED
                 if answer:
                     asker.send(answer)
                     assert asker.recv(1) == b""  # it goes on, and has let go of the connection
