@@ -115,6 +115,11 @@ def workload_of(request: PlanRequest) -> Workload:
     """The requests whose lengths, and whose times where they are to be kept, the plan is for. Raises WorkloadError,
     PlanError."""
     workload = source_workload(request.workload)
+    if len(workload.cancel_after_s) and workload.cancel_after_s.max() <= 0:
+        raise PlanError(
+            f"{workload.name}: every client leaves at once (cancel_after_s is 0), so there is nothing to answer; give "
+            "requests whose clients wait"
+        )
     if workload.output_len.max() < 2:
         raise PlanError(
             f"{workload.name}: every output is 1 token, which prefill makes, so there is nothing to decode; "

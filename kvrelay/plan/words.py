@@ -122,12 +122,19 @@ def _hybrid_verdict(plan: Plan) -> str:
     pure = next((each for each in tried if each.candidate.kind != "hybrid"), None)
     if hybrid is None or pure is None:
         return ""
-    figures = f"{num(hybrid.per_gpu)} against {num(pure.per_gpu)} requests/s per {pure.candidate.unit}"
+    if prices := _prices(plan, hybrid, pure):
+        is_cheaper, of_hybrid, of_pure = prices
+        if is_cheaper:
+            return f"The best without a hybrid takes {of_pure} for it."
+        return f"A hybrid of both takes {of_hybrid} for it."
+    unit = f"per {pure.candidate.unit}"
+    figures = f"{num(hybrid.per_gpu)} against {num(pure.per_gpu)} requests/s"
     if is_close(hybrid, pure):
-        return f"A hybrid of both comes out alike: {figures}."
+        return f"A hybrid of both comes out alike: {figures} {unit}."
     if hybrid.per_gpu < pure.per_gpu:
-        return f"A hybrid of both serves less: {figures}."
-    return f"A hybrid, {hybrid.candidate.label}, serves {num(hybrid.per_gpu / pure.per_gpu)} times as much: {figures}."
+        return f"A hybrid of both serves less: {figures} {unit}."
+    times = num(hybrid.per_gpu / pure.per_gpu)
+    return f"A hybrid, {hybrid.candidate.label}, serves {times} times as much {unit}: {figures}."
 
 
 def _pure_verdict(plan: Plan) -> str:
@@ -152,15 +159,23 @@ def _keeping(plan: Plan) -> list[Goodput]:
 
 
 def _by_price(plan: Plan, apart: Goodput, together: Goodput) -> str:
-    """Where a rate was to be served for the least: what each takes for it. "" where that is the same."""
-    takes = {"cost": "usd_per_hour", "power": "watts"}.get(plan.objective, "") if plan.asked.get("rate") else ""
-    prices = [float(getattr(placement, takes)) if takes else 0.0 for placement in (apart, together)]
-    if not all(prices) or abs(prices[0] - prices[1]) < 1e-6 * prices[0]:
+    if not (prices := _prices(plan, apart, together)):
         return ""
-    shown = [f"{usd(price)} an hour" if takes == "usd_per_hour" else f"{num(price / 1e3)} kW" for price in prices]
-    if prices[0] < prices[1]:
-        return f"The best colocated placement takes {shown[1]} for it."
-    return f"The best two pools take {shown[0]} for it."
+    is_cheaper, of_apart, of_together = prices
+    if is_cheaper:
+        return f"The best colocated placement takes {of_together} for it."
+    return f"The best two pools take {of_apart} for it."
+
+
+def _prices(plan: Plan, one: Goodput, other: Goodput) -> tuple[bool, str, str] | None:
+    """Where a rate was to be served for the least: whether the one is cheaper, and what each takes for it. None where
+    that is the same."""
+    takes = {"cost": "usd_per_hour", "power": "watts"}.get(plan.objective, "") if plan.asked.get("rate") else ""
+    first, second = (float(getattr(placement, takes)) if takes else 0.0 for placement in (one, other))
+    if not (first and second) or abs(first - second) < 1e-6 * first:
+        return None
+    told = [f"{usd(at)} an hour" if takes == "usd_per_hour" else f"{num(at / 1e3)} kW" for at in (first, second)]
+    return first < second, told[0], told[1]
 
 
 def _by_gpu(apart: Goodput, together: Goodput) -> str:
@@ -224,6 +239,11 @@ def attained(plan: Plan) -> str:
 def warnings(plan: Plan) -> Iterator[str]:
     """What a person should know before acting on it."""
     at_rate, low = plan.at_rate, plan.chosen.goodput.low
+    if plan.asked.get("rate") and not plan.asked.get("classes") and at_rate.attainment.value < plan.slo.attainment:
+        yield (
+            f"At {num(at_rate.rate)} requests/s {percent(at_rate.attainment.value)} of requests meet the targets in "
+            f"the longest run, and {percent(plan.slo.attainment)} are to: no placement that was tried keeps them there."
+        )
     if not at_rate.is_settled:
         yield "The simulation reached its limit before this interval was narrow; treat the figures as rough."
     if at_rate.rate > low * (1 + ALIKE):

@@ -136,6 +136,7 @@ def assemble(candidate: Candidate, offer_of: OfferOf, *, within_node: bool, slo:
         message_s=max(offer.message_s for offer in offers),
         report_gap_s=report_gap_s(len(workers)),
         handoff_s=max(offer.handoff_s for offer in offers),
+        max_len=offers[0].max_len,
         hosts=hosts,
     )
     return LiveSystem(cluster)
@@ -165,7 +166,7 @@ def phase_alone(role: Literal["prefill", "decode"], offer: Offer) -> SimCluster:
     }
     worker = sim_worker(role, role, offer, _policy(pool_of(role, offer, 1, "")))
     beside = sim_worker(other, other, nothing, policies[other], prefix_cache=False)  # its pages are a number only
-    return SimCluster(workers=(worker, beside), router=SIZED_FOR_BURSTS)
+    return SimCluster(workers=(worker, beside), router=SIZED_FOR_BURSTS, max_len=offer.max_len)
 
 
 def first_tokens_of(workload: Workload) -> Workload:

@@ -57,13 +57,15 @@ class Offer:
     """One worker of given degrees.
 
     `error`: by how much the latency model was wrong where it was checked, as a share of a time (0.1: nine times in ten
-    within 10%). `num_pages` pages of `page_size` tokens are left for KV beside the weights.
+    within 10%). `num_pages` pages of `page_size` tokens are left for KV beside the weights. `max_len`: tokens of a
+    request at most, however much KV there is room for; 0: no limit is known.
     """
 
     degrees: Degrees
     latency: LatencyModel
     num_pages: int
     page_size: int = 16
+    max_len: int = 0
     max_batch_tokens: int = 2048  # of a prefill step
     pack_tokens: int | None = None  # no prompt joins a prefill step that has so many; None: max_batch_tokens
     max_batch_size: int = 256  # of a decode step
@@ -79,6 +81,11 @@ class Offer:
     @property
     def kv_tokens(self) -> int:
         return self.num_pages * self.page_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a request that it serves, at most."""
+        return min(self.kv_tokens, self.max_len or self.kv_tokens)
 
 
 class Catalog(Protocol):

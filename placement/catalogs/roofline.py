@@ -106,6 +106,7 @@ class RooflineCatalog:
             latency=latency,
             num_pages=pages,
             page_size=self.page_size,
+            max_len=self.shape.max_positions,
             max_batch_tokens=self.max_batch_tokens,
             max_batch_size=self.max_batch_size,
             error=self.machine.error.of(self.model, degrees.gpus),

@@ -68,8 +68,17 @@ def floor_share(prefill: Offer | None, decode: Offer | None, workload: Workload,
     return min(slacks)
 
 
+def _served(offer: Offer, workload: Workload) -> tuple[Workload, float]:
+    """Those that a router does not refuse for their length, which cost nothing, and their share."""
+    is_served = workload.prompt_len + workload.output_len <= (offer.max_len or math.inf)
+    if is_served.all() or not is_served.any():
+        return workload, 1.0
+    return workload.lengths_of(np.flatnonzero(is_served).astype(np.int64)), float(is_served.mean())
+
+
 def prefill_bound(offer: Offer, workload: Workload) -> float:
     """Prompts a second that one worker cannot exceed."""
+    workload, share = _served(offer, workload)
     prompts = workload.prompt_len[:SAMPLE].tolist()
     alone_s = sum(_stage_s(offer, [(length, 0)]) for length in prompts)
     packed_s, step, left = 0.0, [], offer.max_batch_tokens
@@ -84,7 +93,7 @@ def prefill_bound(offer: Offer, workload: Workload) -> float:
                 step, left = [], offer.max_batch_tokens
     if step:
         packed_s += _stage_s(offer, step)
-    return MARGIN * len(prompts) / min(alone_s, packed_s)
+    return MARGIN * len(prompts) / min(alone_s, packed_s) / share
 
 
 def _stage_s(offer: Offer, chunks: list[tuple[int, int]]) -> float:
@@ -115,18 +124,20 @@ def decode_batch(offer: Offer, workload: Workload, tpot_s: float) -> int:
 
 def link_bound(offer: Offer, workload: Workload) -> float:
     """Prompts a second whose KV one worker can send, or take, over its link."""
+    workload, share = _served(offer, workload)
     prompts = workload.prompt_len[:SAMPLE].tolist()
     wire_s = sum(offer.latency.transfer_s(length) for length in prompts) / len(prompts)
-    return 1 / wire_s if wire_s else math.inf
+    return 1 / wire_s / share if wire_s else math.inf
 
 
 def decode_bound(offer: Offer, workload: Workload, tpot_s: float) -> float:
     """Requests a second whose tokens one worker cannot exceed."""
+    workload, share = _served(offer, workload)
     steps = float(np.maximum(workload.output_len - 1, 0).mean())
     if not steps:
         return math.inf
     batch = decode_batch(offer, workload, tpot_s)
-    return MARGIN * batch / (_step_s(offer, batch, mean_context(workload)) * steps)
+    return MARGIN * batch / (_step_s(offer, batch, mean_context(workload)) * steps) / share
 
 
 def _step_s(offer: Offer, batch: int, context: float) -> float:

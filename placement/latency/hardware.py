@@ -19,6 +19,9 @@ from placement.catalogs.base import MachineCost, PlanError
 from placement.named_files import named_file, names_of
 
 SHOWN_SENTENCES = 4
+IN_BYTES = ("memory_bytes", "memory_bytes_per_s", "node_link_bytes_per_s", "cross_link_bytes_per_s")
+LEAST_BYTES = 1e6
+LEAST_FLOPS = 1e9
 
 Above0 = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -118,6 +121,18 @@ class Hardware(_File):
     overhead: Overhead
     error: Error
 
+    @field_validator(*IN_BYTES, mode="before")
+    @classmethod
+    def _in_bytes(cls, value: Any) -> Any:
+        return _large(value, LEAST_BYTES, "bytes, as 80.0e9, and not GB")
+
+    @field_validator("flops", mode="before")
+    @classmethod
+    def _in_flops(cls, value: Any) -> Any:
+        for flops in value.values() if isinstance(value, dict) else ():
+            _large(flops, LEAST_FLOPS, "FLOP/s, as 989.0e12, and not TFLOP/s")
+        return value
+
     @field_validator("flops", mode="after")
     @classmethod
     def _known_dtypes(cls, value: dict[str, float]) -> dict[str, float]:
@@ -165,6 +180,12 @@ class Hardware(_File):
 
     def cost(self, power: float = 1.0) -> MachineCost:
         return MachineCost(usd_per_gpu_hour=self.usd_per_gpu_hour, watts_per_gpu=self.watts_per_gpu * power)
+
+
+def _large(value: Any, least: float, mend: str) -> Any:
+    if isinstance(value, bool) or (isinstance(value, int | float) and 0 < value < least):
+        raise ValueError(f"no machine has that; give {mend}")
+    return value
 
 
 def load_hardware(hardware: str | Path) -> Hardware:

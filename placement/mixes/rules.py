@@ -91,7 +91,7 @@ def live_cluster(mix: Mix) -> SimCluster:
         over_link = replace(first.offer, latency=narrowed(first.latency, [second.latency]))
         prompt = replace(first, offer=over_link)
         workers = _workers("prefill", prompt, mix.num_prompt) + _workers("decode", second, mix.num_token)
-    return SimCluster(workers=workers, router=ROOMY)
+    return SimCluster(workers=workers, router=ROOMY, max_len=first.offer.max_len)
 
 
 def _workers(role: str, machine: MachineType, count: int) -> tuple[SimWorker, ...]:

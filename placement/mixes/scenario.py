@@ -48,11 +48,12 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """A mix at a rate (requests/s), on the requests of a seed."""
+    """A mix at a rate (requests/s), on the requests of a seed; `factor`: all times so much longer."""
 
     mix: Mix
     rate: float
     seed: int
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,8 @@ def simulate_point(job: tuple[Scenario, LoadPoint]) -> PointResult:
     began_s = used_cpu_s()
     scenario, point = job
     workload = scenario.load.at(point.rate, point.seed)
-    outcome = scenario.rules.system(point.mix, workload).play(workload)
+    system = scenario.rules.system(point.mix, workload)
+    outcome = (system.scaled(point.factor) if point.factor != 1 else system).play(workload)
     stayed = outcome.is_judged()
     return PointResult(
         judgement=scenario.targets.judge(outcome),

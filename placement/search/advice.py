@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from placement.plan import Goodput, Interval, Pool
 
 NEAR = 0.05  # of the goodput: so little left is the knee
-ALIKE = 0.03  # of a goodput: what searches of two clusters may differ by
+ALIKE = 0.05  # of a goodput: what searches of two clusters may differ by
 OVER = 1.1  # times the goodput: where relief was tried
 
 
@@ -68,28 +68,33 @@ def _on_disaggregation(findings: Findings) -> str:
         return f"Do not disaggregate: no two pools keep the targets {here}."
     if other is None:
         return f"No colocated candidate keeps the targets {here}." if findings.asked_colocated else ""
-    ratio = f"{chosen.per_gpu / other.per_gpu:.2f} times the goodput per {chosen.candidate.unit} of"
-    if findings.rate:
+    gain = chosen.per_gpu / other.per_gpu
+    ratio, pays = f"{gain:.2f} times the goodput per {chosen.candidate.unit} of", "pays"
+    takes = "has"
+    if findings.rate and chosen.candidate.gpus != other.candidate.gpus:
+        takes = "takes"
         taken = f"{chosen.candidate.gpus} {chosen.candidate.unit}s"
         ratio = f"{taken} for {findings.rate:g} requests/s, against {other.candidate.gpus} of"
+    elif abs(gain - 1) < ALIKE:
+        pays = "makes no difference that is sure"
     sure = "" if _is_surely_better(chosen, other) else ", but their intervals overlap"
     if sure and findings.error:
         sure = f", if the latency model, wrong by up to {findings.error:.0%}, is wrong alike for both"
     if is_colocated:
-        ratio = f"{'takes' if findings.rate else 'has'} {ratio}"
+        ratio = f"{takes} {ratio}"
         return (
             f"Do not disaggregate: {chosen.candidate.label} {ratio} the best two pools, {other.candidate.label}{sure}."
         )
     if kind == "hybrid":
-        return f"A hybrid pays: {ratio} the best pure placement, {other.candidate.label}{sure}."
-    return f"Disaggregation pays: {ratio} the best colocated candidate, {other.candidate.label}{sure}."
+        return f"A hybrid {pays}: {ratio} the best pure placement, {other.candidate.label}{sure}."
+    return f"Disaggregation {pays}: {ratio} the best colocated candidate, {other.candidate.label}{sure}."
 
 
 def _on_guesses(findings: Findings) -> str:
     """Whether they pay, at this load."""
     if findings.acceptance is None:
         return ""
-    told = f"of which {findings.acceptance:.0%} are right"
+    told = f"each right {findings.acceptance:.0%} of the time where those before it are"
     guessing = next((each for each in findings.keeping if each.candidate.num_guesses), None)
     plain = next((each for each in findings.keeping if not each.candidate.num_guesses), None)
     if guessing is None:

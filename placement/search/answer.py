@@ -100,7 +100,7 @@ class PlanAnswer:
             asked_colocated=self.question.colocated,
             arrivals=self._arrivals(),
             acceptance=self._acceptance(),
-            no_room=no_room(self.problem.traffic.source, chosen.candidate),
+            no_room=no_room(self.problem.traffic.source, chosen.candidate, self._max_len(chosen.candidate)),
         )
 
     # what else is simulated
@@ -114,6 +114,8 @@ class PlanAnswer:
             tried, at_rate, knee = self._looked_at(tried, self.question.rate or tried[0].goodput.value)
             if not self.question.rate:
                 tried, at_rate = self._kept(tried, at_rate)
+            elif not at_rate.keeps_slo:
+                tried = [_below(tried[0], self.question.rate), *tried[1:]]
             looked_at[candidate] = at_rate, knee
             tried = self.search.in_order(tried)
         return tried, *looked_at[tried[0].candidate]
@@ -214,6 +216,9 @@ class PlanAnswer:
 
     # in words
 
+    def _max_len(self, candidate: Candidate) -> int:
+        return self.problem.offer_of(candidate.pools[0].degrees, True).max_len
+
     def _acceptance(self) -> float | None:
         """Of guesses ahead; None: nobody asked for any."""
         offers = (self.problem.offer_of(pool.degrees, True) for each in self.placements for pool in each.pools)
@@ -251,6 +256,12 @@ class PlanAnswer:
 
 def estimate_or_search(job: EstimateJob | GoodputProblem) -> Estimate | Knee:
     return estimate_job(job) if isinstance(job, EstimateJob) else find_goodput(job)
+
+
+def _below(chosen: Goodput, rate: float) -> Goodput:
+    """It does not keep the rate in the longest run: its goodput is less, however fast it looked in shorter ones."""
+    value = min(chosen.goodput.value, STEP_DOWN * rate)
+    return replace(chosen, goodput=Interval(value, min(chosen.goodput.low, value), min(chosen.goodput.high, rate)))
 
 
 def _with_error(chosen: Goodput, knees: Sequence[Knee]) -> Goodput:

@@ -36,14 +36,14 @@ def _unit(problem: PlacementProblem) -> str:
 
 def _raise_if_too_long(problem: PlacementProblem, offers: Sequence[Offer]) -> None:
     source = problem.traffic.source
-    roomiest = max(offers, key=lambda offer: offer.kv_tokens)
+    roomiest = max(offers, key=lambda offer: offer.longest)
     total = held_len(source, "decode")
-    over = float((total > roomiest.kv_tokens).mean())
+    over = float((total > roomiest.longest).mean())
     if over > 1 - problem.targets.slo.attainment:
         row = int(np.argmax(total))
         raise PlanError(
             f"{source.name}: request {row} has {total[row]:,} tokens, and the roomiest worker ({roomiest.degrees}) "
-            f"holds {roomiest.kv_tokens:,}; {over:.0%} of the requests are too long, so cut them or give "
+            f"holds {roomiest.longest:,}; {over:.0%} of the requests are too long, so cut them or give "
             f"a worker more GPUs"
         )
 
@@ -52,14 +52,14 @@ def room_reason(problem: PlacementProblem, role: PhaseRole, offer: Offer, offers
     """Why a worker would have no room for requests that another of the offers has; nothing where it has. A router
     refuses what finds none: however many others are in time, nobody would run that."""
     lengths = held_len(problem.traffic.source, role)
-    most = max(other.kv_tokens for other in offers)
+    most = max(other.longest for other in offers)
     somewhere = lengths[lengths <= most]
-    over = float((somewhere > offer.kv_tokens).mean()) if len(somewhere) else 0.0
+    over = float((somewhere > offer.longest).mean()) if len(somewhere) else 0.0
     if over <= 1 - HELD_SHARE:
         return ""
     what = "prompts" if role == "prefill" else "requests"
     return (
-        f"it holds {offer.kv_tokens:,} tokens of KV on {problem.hardware} at {offer.degrees}, and {over:.1%} of the "
+        f"it holds {offer.longest:,} tokens of KV on {problem.hardware} at {offer.degrees}, and {over:.1%} of the "
         f"{what} are longer, up to {int(somewhere.max()):,}: they would be refused"
     )
 
@@ -69,16 +69,19 @@ def held_len(source: Workload, role: PhaseRole) -> Ints:
     return source.prompt_len if role == "prefill" else source.prompt_len + source.output_len
 
 
-def no_room(source: Workload, candidate: Candidate) -> str:
-    """Which requests nobody of it can hold, if there are any."""
+def no_room(source: Workload, candidate: Candidate, max_len: int) -> str:
+    """Which requests nobody of it can hold, if there are any. Those beyond `max_len` (0: none) are told elsewhere."""
     held = {
         role: max(pool.num_pages * pool.page_size for pool in candidate.pools if pool.role != other)
         for role, other in (("prefill", "decode"), ("decode", "prefill"))
     }
-    is_over = (source.prompt_len > held["prefill"]) | (held_len(source, "decode") > held["decode"])
+    lengths = held_len(source, "decode")
+    is_over = (source.prompt_len > held["prefill"]) | (lengths > held["decode"])
+    if max_len:
+        is_over &= lengths <= max_len
     if not is_over.any():
         return ""
-    longest = int(held_len(source, "decode").max())
+    longest = int(lengths[is_over].max())
     return (
         f"{is_over.mean():.2%} of the requests find no room and would be refused: the longest has {longest:,} tokens, "
         f"and these workers hold {min(held.values()):,}"

@@ -102,6 +102,7 @@ class SimCluster:
     handoff_s: float = 0.0  # what a handoff takes beside the bytes and a message: announcing, checking, committing
     queued_reservation_s: float = 30.0  # that KV waits for pages of a decode worker; then it is sent again
     noticed_s: float = 0.15  # from a worker's death until the router knows
+    max_len: int = 0  # tokens of a request: a router refuses longer ones; 0: none
     num_routers: int = 1  # each with as much in its queue as `router` lets one have; requests go to them by turns
     losses: tuple[Loss, ...] = ()
     drains: tuple[Drain, ...] = ()

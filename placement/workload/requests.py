@@ -113,6 +113,15 @@ class Workload:
             slo_tpot_s=self.slo_tpot_s[:count],
         )
 
+    def lengths_of(self, rows: Ints) -> Workload:
+        """These of its requests, by their lengths alone."""
+        return Workload(
+            arrival_s=self.arrival_s[rows],
+            prompt_len=self.prompt_len[rows],
+            output_len=self.output_len[rows],
+            name=self.name,
+        )
+
     def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
         """`count` requests at a rate, lengths drawn from these (prompt and output together); they share no prefix."""
         rng = np.random.default_rng(seed)

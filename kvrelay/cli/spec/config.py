@@ -76,12 +76,19 @@ def show(
 
 def _of_files(path: Path | None, changes: SpecChanges, counts: RoleCounts, address: str | None) -> list[Value]:
     from cluster.deploy.deployment import this_machine
+    from cluster.spec.errors import SpecError
     from cluster.spec.resolve import resolve
     from cluster.spec.sources import rows_of
 
     wanted: Wanted = build(path, changes, counts.asked)
     wanted = wanted.with_found_model(must_be_here=False).with_tokens_file()
-    resolved = resolve(wanted.spec, this_machine() if address is None else None)
+    machine = this_machine() if address is None else None
+    try:
+        resolved = resolve(wanted.spec, machine)
+    except SpecError:
+        if machine is None or not machine.why_no_cuda:
+            raise
+        resolved = resolve(wanted.spec, None)  # for GPUs that are elsewhere: it is only looked at
     return [tuple(row) for row in rows_of(wanted.spec, resolved, wanted.sources)]
 
 

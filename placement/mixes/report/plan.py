@@ -7,6 +7,7 @@ one. Nothing is simulated here but points of curves that are still missing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -38,7 +39,9 @@ def plan_of(
     rate = question.rate or best.rate
     at_rate = [LoadPoint(best.mix, rate, question.seed + i) for i in range(len(best.rates))]
     curves = [LoadPoint(mix.mix, share * mix.rate, question.seed) for mix in rated for share in CURVE_AT]
-    simulations.simulate([*at_rate, *curves])
+    factors = factors_of(best.error) if best.error else ()
+    wrong = [LoadPoint(best.mix, rate, question.seed, factor) for factor in factors]
+    simulations.simulate([*at_rate, *wrong, *curves])
     goodputs = tuple(_goodput(mix, simulations) for mix in rated)
     highest = best.highest_rate.value
     headroom = max(0.0, 1 - rate / highest) if highest else 0.0
@@ -49,7 +52,10 @@ def plan_of(
         slo=question.slo,
         objective=question.objective,
         chosen=goodputs[0],
-        at_rate=_rate_point(best, rate, [simulations.results[point] for point in at_rate]),
+        at_rate=_widened(
+            _rate_point(best, rate, [simulations.results[point] for point in at_rate]),
+            [simulations.results[point] for point in wrong],
+        ),
         binding=miss.binding if miss else "none",
         headroom=headroom,
         tried=goodputs,
@@ -91,6 +97,20 @@ def _rate_point(rated: RatedMix, rate: float, results: Sequence[PointResult]) ->
         num_requests=count,
         is_settled=len(results) > 1,
     )
+
+
+def _widened(point: RatePoint, wrong: Sequence[PointResult]) -> RatePoint:
+    """By what comes where all times are as wrong as the latency model may be: near the knee far more than they are."""
+    attained, ttft_s, tpot_s = point.attainment, dict(point.ttft_s), dict(point.tpot_s)
+    for result in wrong:
+        attained = _hull(attained, result.judgement.attainment)
+        ttft_s = {at: _hull(known, result.ttft_s[at]) for at, known in ttft_s.items()}
+        tpot_s = {at: _hull(known, result.tpot_s[at]) for at, known in tpot_s.items()}
+    return replace(point, attainment=attained, ttft_s=ttft_s, tpot_s=tpot_s)
+
+
+def _hull(known: Interval, value: float) -> Interval:
+    return Interval(known.value, min(known.low, value), max(known.high, value))
 
 
 def _times(values: Sequence[float], error: float) -> Interval:

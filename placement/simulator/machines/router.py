@@ -60,6 +60,7 @@ class RouterMachine(Dispatcher):
         self._slo_ttft_s: list[float] = ttft_s.tolist()
         self._slo_tpot_s: list[float] = tpot_s.tolist()
         self._page_size = cluster.workers[0].page_size
+        self._max_len = cluster.max_len
         self._next_arrival_s = math.inf
         self._attempts: dict[str, Attempt] = {}  # under way
         self._last: dict[int, Attempt] = {}  # by request, where clients leave
@@ -83,8 +84,11 @@ class RouterMachine(Dispatcher):
     def arrive(self, index: int, next_arrival_s: float) -> None:
         if self._cancel_after_s and self._cancel_after_s[index] < math.inf:
             self.clock.at(self.clock.now + self._cancel_after_s[index], self.cancel, index)
-        self._route(self._attempt(index, 1, 0, FRESH))
-        self._look_at_moves()
+        if self._max_len and self._prompt_len[index] + self._output_len[index] > self._max_len:
+            self.ledger.on_refused(index, "rejected")
+        else:
+            self._route(self._attempt(index, 1, 0, FRESH))
+            self._look_at_moves()
         self._next_arrival_s = next_arrival_s
         self._note_decision()
 

@@ -172,6 +172,14 @@ def test_an_attainment_that_may_be_anything_says_what_is_known_instead() -> None
     assert amounts.percent_between(vague.attainment) == "94.9% (not known)"
 
 
+def test_a_rate_that_is_missed_is_told() -> None:
+    late = replace(PLAN.at_rate, attainment=Interval(0.104, 0.0, 0.283))
+    missed = replace(PLAN, asked={**PLAN.asked, "rate": PLAN.at_rate.rate}, at_rate=late)
+    assert any("10.4% of requests meet the targets in the longest run" in said for said in plan_words.warnings(missed))
+    kept = replace(missed, at_rate=replace(late, attainment=Interval(0.95, 0.94, 0.96)))
+    assert not any("longest run" in said for said in plan_words.warnings(kept))
+
+
 def test_verdicts() -> None:
     """Each kind of comparison has its own sentence."""
     apart_best, together_best = TRIED[0], TRIED[6]
@@ -185,8 +193,13 @@ def test_verdicts() -> None:
     assert plan_words.verdict(replace(PLAN, tried=(better, apart_best))).startswith("Colocated workers serve 2 times")
     pools = (*together(1, 2).pools, *together(2, 1, chunk_tokens=128).pools)
     hybrid = replace(apart_best, candidate=Candidate(pools=pools), goodput=Interval(28.4, 28.0, 29.0))
-    told = "A hybrid, 2 x mixed TP 1 + 1 x mixed TP 2, chunks of 512 and 128, serves 4 times"
+    told = "A hybrid, 2 x mixed TP 1 + 1 x mixed TP 2, chunks of 512 and 128, serves 4 times as much per GPU"
     assert told in plan_words.verdict(replace(PLAN, tried=(hybrid, apart_best, together_best)))
+    rated = replace(PLAN, objective="cost", asked={**PLAN.asked, "rate": 10.0}, chosen=apart_best)
+    dearer = replace(hybrid, usd_per_hour=2 * apart_best.usd_per_hour)
+    assert "A hybrid of both takes" in plan_words.verdict(replace(rated, tried=(apart_best, dearer)))
+    cheaper = replace(rated, chosen=dearer, tried=(replace(dearer, usd_per_hour=1.0), apart_best))
+    assert "The best without a hybrid takes" in plan_words.verdict(cheaper)
     less = replace(hybrid, goodput=Interval(4.0, 3.5, 4.5))
     assert "A hybrid of both serves less" in plan_words.verdict(replace(PLAN, tried=(apart_best, less)))
 

@@ -69,6 +69,17 @@ def test_attainment_of_a_queue_whose_formula_is_known(rate: float) -> None:
     assert found.phases_s["prefill"] == pytest.approx(SERVICE_S)
 
 
+def test_a_run_lasts_as_long_as_what_few_take() -> None:
+    """One in a hundred takes a hundred times as long: a run that ends before it would count its peers alone."""
+    source = alike(output=1)
+    few = replace(source, output_len=np.where(np.arange(len(source)) % 100 == 7, 20_000, 1))
+    system = LiveSystem(phase_alone("decode", toy_offer(decode_s=0.01, slope_s=0.0, num_pages=1_000_000)))
+    targets = relaxed(Targets(slo=Slo(tpot_s=0.5, attainment=0.5)), ttft=True)
+    effort = replace(QUICK, first_requests=200, max_requests=100_000)
+    found = estimate(system, Traffic(source=few), 100.0, targets, effort=effort)
+    assert found.point.num_requests >= 100.0 * 20_000 * 0.01, "the longest take 200 s"
+
+
 def test_a_cluster_that_fills_up_is_not_taken_for_a_queue_that_grows() -> None:
     """24 requests a second of ten seconds each: of the first 200 none has ended when the last one comes."""
     targets = relaxed(Targets(slo=Slo(tpot_s=0.5, attainment=0.9)), ttft=True)
@@ -254,3 +265,13 @@ def test_a_lone_prompt_takes_its_floor_in_stages(roles: tuple[str, ...]) -> None
     ttft_s = simulate(cluster(*pools, message_s=0.0), prompt).ttft_s
     assert ttft_s == pytest.approx([2 * 0.02 + 3 * 0.256])
     assert ttft_s == pytest.approx([prefill_alone_s(offer, 512)])
+
+
+def test_what_is_refused_for_its_length_lowers_no_bound() -> None:
+    offer = replace(toy_offer(), max_len=1000)
+    source = alike(output=21)
+    few = replace(source, prompt_len=np.where(np.arange(len(source)) % 10 == 7, 900_000, source.prompt_len))
+    for bound in (prefill_bound(offer, few), prefill_bound(offer, source) / 0.9):
+        assert bound == pytest.approx(prefill_bound(offer, source) / 0.9)
+    assert decode_bound(offer, few, 0.05) == pytest.approx(decode_bound(offer, source, 0.05) / 0.9)
+    assert prefill_bound(toy_offer(), few) < 0.1 * prefill_bound(offer, few)

@@ -49,6 +49,14 @@ def test_each_file_says_where_its_figures_come_from(name: str) -> None:
     [
         ("memory_bytes", None, "memory_bytes is missing; give it a value"),
         ("memory_bytes_per_s", -1, "memory_bytes_per_s is -1; give a number above 0"),
+        ("memory_bytes", 80, "memory_bytes is 80"),
+        ("memory_bytes", True, "give bytes, as 80.0e9, and not GB"),
+        (
+            "memory_bytes_per_s",
+            3350,
+            "memory_bytes_per_s is 3350; no machine has that; give bytes, as 80.0e9, and not GB",
+        ),
+        ("flops", {"bfloat16": 989}, "no machine has that; give FLOP/s, as 989.0e12, and not TFLOP/s"),
         ("memory_bytes_per_s", "fast", "memory_bytes_per_s is 'fast'; give a number"),
         ("memory_byte", 80e9, "memory_byte is not a known key; did you mean memory_bytes"),
         ("efficiency.link", None, "efficiency.link is missing; give it a value"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from placement.build.from_offers import mixed_of
 from placement.catalogs.base import Degrees, Offer
 from placement.latency.speculation import Speculation
 from placement.plan import Goodput, Interval, Plan, RatePoint, Slo
@@ -15,7 +16,7 @@ from placement.search.advice import Findings, advise
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
 from tests.kvrelay.plan.plan_fixture import apart
-from tests.placement.toys import ToyCatalog, alike
+from tests.placement.toys import ToyCatalog, alike, toy_offer
 
 pytestmark = pytest.mark.unit
 
@@ -55,13 +56,17 @@ def test_where_steps_are_few_and_rows_cost_nothing_it_speculates() -> None:
     prefill, decode = found.chosen.candidate.pools
     assert (prefill.num_speculative_tokens, prefill.num_pages) == (0, 80)
     assert (decode.num_speculative_tokens, decode.num_pages) == (4, 40)
-    assert said(found).startswith("Speculate: 4 guesses ahead, of which 90% are right, mean ")
+    assert said(found).startswith(
+        "Speculate: 4 guesses ahead, each right 90% of the time where those before it are, mean "
+    )
 
 
 def test_where_guesses_are_wrong_and_take_pages_it_does_not() -> None:
     found = planned(acceptance=0.05, num_pages=80)
     assert found.chosen.candidate.num_guesses == 0
-    assert said(found).startswith("Do not speculate: 4 guesses ahead, of which 5% are right, mean 0.")
+    assert said(found).startswith(
+        "Do not speculate: 4 guesses ahead, each right 5% of the time where those before it are, mean 0."
+    )
 
 
 def goodput(value: float, guesses: int, replicas: int = 1) -> Goodput:
@@ -83,35 +88,35 @@ def goodput(value: float, guesses: int, replicas: int = 1) -> Goodput:
         (
             (goodput(9.0, 4), goodput(6.0, 0)),
             None,
-            "Speculate: 4 guesses ahead, of which 70% are right, mean 1.50 times the goodput per GPU of the best "
-            "without; a worker that decodes has 18 requests at once, and 12 without.",
+            "Speculate: 4 guesses ahead, each right 70% of the time where those before it are, mean 1.50 times "
+            "the goodput per GPU of the best without; a worker that decodes has 18 requests at once, and 12 without.",
         ),
         (
             (goodput(9.0, 0), goodput(6.0, 4)),
             None,
-            "Do not speculate: 4 guesses ahead, of which 70% are right, mean 0.67 times the goodput per GPU of the "
-            "best without; a worker that decodes has 12 requests at once, and 18 without.",
+            "Do not speculate: 4 guesses ahead, each right 70% of the time where those before it are, mean 0.67 times "
+            "the goodput per GPU of the best without; a worker that decodes has 12 requests at once, and 18 without.",
         ),
         ((goodput(9.1, 4), goodput(9.0, 0)), None, "Speculating makes no difference that is sure: 4 guesses ahead, "),
         (
             (goodput(9.0, 4), goodput(9.0, 0, 3)),
             8.0,
-            "Speculate: 4 guesses ahead, of which 70% are right, mean 2 GPUs ",
+            "Speculate: 4 guesses ahead, each right 70% of the time where those before it are, mean 2 GPUs ",
         ),
         (
             (goodput(9.0, 0),),
             None,
-            "Do not speculate: with guesses, of which 70% are right, no placement ",
+            "Do not speculate: with guesses, each right 70% of the time where those before it are, no placement ",
         ),
         (
             (goodput(9.0, 0), goodput(7.0, 4)),
             8.0,
-            "Do not speculate: with guesses, of which 70% are right, no placement ",
+            "Do not speculate: with guesses, each right 70% of the time where those before it are, no placement ",
         ),
         (
             (goodput(9.0, 4),),
             None,
-            "Speculate: only with 4 guesses ahead, of which 70% are right, the ",
+            "Speculate: only with 4 guesses ahead, each right 70% of the time where those before it are, the ",
         ),
     ],
 )
@@ -120,3 +125,29 @@ def test_what_guesses_gain_or_cost_is_said(tried: Sequence[Goodput], rate: float
     findings |= {"chosen": tried[0], "tried": tried, "rate": rate, "asked_colocated": False, "arrivals": ""}
     assert any(sentence.startswith(told) for sentence in advise(Findings(**findings, acceptance=0.7)))
     assert not any("guesses" in sentence for sentence in advise(Findings(**findings)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "rate", "told"),
+    [
+        (9.0, 8.9, None, "Disaggregation makes no difference that is sure: 1.01 times the goodput per GPU of"),
+        (9.0, 8.9, 8.0, "Disaggregation makes no difference that is sure: 1.01 times the goodput per GPU of"),
+        (9.0, 6.0, None, "Disaggregation pays: 1.50 times the goodput per GPU of"),
+        (9.0, 8.9, 8.9, "Disaggregation makes no difference that is sure"),
+    ],
+)
+def test_what_comes_out_alike_is_not_said_to_pay(first: float, second: float, rate: float | None, told: str) -> None:
+    chosen = goodput(first, 0)
+    other = replace(goodput(second, 0), candidate=mixed_of(toy_offer(), 2, "bench", 512))
+    findings = Findings(
+        chosen=chosen,
+        tried=(chosen, other),
+        binding="none",
+        relief={},
+        headroom=0.1,
+        rate=rate,
+        error=0.0,
+        asked_colocated=True,
+        arrivals="",
+    )
+    assert advise(findings)[0].startswith(told)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from placement.build.from_offers import offers_of
+from placement.build.from_offers import mixed_of, offers_of
 from placement.catalogs.base import PlanError
 from placement.catalogs.roofline import open_catalog
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
-from placement.search.infeasible import idle_reason, raise_if_nothing_fits, why_nothing
+from placement.search.infeasible import idle_reason, no_room, raise_if_nothing_fits, room_reason, why_nothing
 from placement.search.problem import PlacementProblem, SearchLog
 from placement.workload.traffic import Traffic, with_classes
 from tests.placement.toys import ToyCatalog, alike, toy_offer
@@ -63,3 +63,17 @@ def test_targets_of_classes_are_the_strictest_and_none_is_infinite() -> None:
     assert told(slo=Slo(tpot_s=0.02)).startswith(
         "no prefill worker of up to 1 GPUs serves these requests (it holds too little); allow more GPUs"
     )
+
+
+def test_requests_beyond_the_models_positions_ask_for_no_more_memory() -> None:
+    """They are refused by every worker, however much it holds."""
+    catalog, source = open_catalog("llama-3.1-8b", "h100-sxm"), alike(output=21)
+    source = replace(source, prompt_len=np.where(np.arange(len(source)) % 100 == 7, 900_000, source.prompt_len))
+    asked = replace(problem(), catalog=catalog, offer_of=offers_of(catalog), traffic=Traffic(source=source))
+    offers = [asked.offer_of(degrees, True) for degrees in catalog.degrees(8)]
+    assert {offer.longest for offer in offers} == {131_072}
+    assert [room_reason(asked, "decode", offer, offers) for offer in offers] == [""] * len(offers)
+    raise_if_nothing_fits(asked, offers, SearchLog(), 8)
+    candidate = mixed_of(offers[0], 1, "h100", 512)
+    assert no_room(source, candidate, 131_072) == ""
+    assert "1.00% of the requests find no room" in no_room(source, candidate, 0)

@@ -89,6 +89,24 @@ def test_what_the_longest_runs_lower_below_another_is_not_chosen(monkeypatch: py
     assert not any(" pays: 0." in sentence for sentence in found.advice)
 
 
+def test_what_misses_the_rate_in_the_longest_run_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at, missed = PlanAnswer._looked_at, list[Candidate]()
+
+    def once_late(answer: PlanAnswer, tried: list[Goodput], rate: float) -> tuple[list[Goodput], Estimate, Estimate]:
+        tried, at_rate, knee = looked_at(answer, tried, rate)
+        if not missed:
+            missed.append(tried[0].candidate)
+            at_rate = replace(at_rate, slack=Interval(-0.8, -0.9, -0.7))
+        return tried, at_rate, knee
+
+    monkeypatch.setattr(PlanAnswer, "_looked_at", once_late)
+    found = planned(num_gpus=0, rate=12.0)
+    assert found.chosen.candidate != missed[0]
+    (late,) = (each for each in found.tried if each.candidate == missed[0])
+    assert late.goodput.value < 12.0
+    assert found.chosen.goodput.value >= 12.0
+
+
 def test_a_first_answer_is_told_and_what_is_chosen_has_been_simulated_longer() -> None:
     told: list[Goodput] = []
     question = PlanQuestion(slo=DISTURBED, num_gpus=4, processes=0, thoroughness=0.1)

@@ -329,3 +329,14 @@ def test_impossible_clusters_are_refused_with_a_sentence() -> None:
         simulate(cluster(workers("prefill", page_size=8), workers("decode")), requests(2))
     with pytest.raises(SetupError, match="a loss names decode-9"):
         cluster(workers("prefill"), workers("decode"), losses=(Loss(worker="decode-9", at_s=1),))
+
+
+@pytest.mark.parametrize("num_routers", [1, 2])
+def test_what_is_longer_than_the_model_takes_is_refused_at_once(num_routers: int) -> None:
+    sent = requests()
+    lengths = sent.prompt_len + sent.output_len
+    limit = int(np.quantile(lengths, 0.9))
+    given = {"max_len": limit, "num_routers": num_routers}
+    outcome = simulate(cluster(workers("prefill"), workers("decode"), **given), sent)
+    assert outcome.counters["rejected"] == (lengths > limit).sum() > 0
+    assert (np.isnan(outcome.finish_s) == (lengths > limit)).all()
