@@ -2,9 +2,9 @@
 
 Runs are simulated, each a quarter longer than the last or more, until the interval of the attainment is narrow enough,
 or lies on one side of the target where only that is asked, or a limit is hit (is_settled False). The beginning and the
-end of a run are cut off (placement/goodput/stationary.py); a run shorter than six times what a request takes, or than
-the longest of them take, or with batches that still know of each other, is not trusted. A queue that grows without end
-is told apart: no run is long enough for it, and its attainment can only fall.
+end of a run are cut off (placement/goodput/stationary.py); a run shorter than six times what a request takes, or with
+batches that still know of each other, is not trusted. A queue that grows without end is told apart: no run is long
+enough for it, and its attainment can only fall.
 
 The interval covers the chance in the requests drawn and, where `error` says how wrong the latency model may be, that
 the true times are so much longer or shorter. `burst` is the other measure: a fixed number of requests from an empty
@@ -33,20 +33,21 @@ FILLED = 3  # times what a request takes: a cluster that was empty has filled up
 LONGER = 1.25  # times as many requests, at least, where a run that was not enough is made again
 MOST_LONGER = 8  # times the most requests of an effort, where a run of so few does not last so long
 PERCENTILES = (50, 90, 99)
-LONG = 0.999  # of requests take no longer than a run must last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How long to simulate. `half_width`: of the attainment's interval, where it is narrow enough. `decides`: stop too
     as soon as the interval leaves the target on one side. `max_requests`: more only where so few do not last.
-    `e2e_times`: what a request takes, so many times, does a run last that is trusted."""
+    `e2e_times`: what a request takes, so many times, does a run last that is trusted; and as long as this share of them
+    (`covers`) takes at most, where few may take far longer than most do."""
 
     first_requests: int = 2000
     max_requests: int = 32_000
     half_width: float = 0.01
     decides: bool = False
     e2e_times: float = 6.0
+    covers: float = 0.0
 
     def times(self, factor: float) -> Effort:
         """So many times as many requests, and intervals as much narrower as that gives."""
@@ -138,7 +139,6 @@ class _Look:
         self.system = system
         self.outcome = outcome
         self.e2e_s = _mean(outcome.e2e_s)
-        self.long_e2e_s = _most(outcome.e2e_s)
         self.window = slice(0, len(outcome)) if is_whole else self._window()
         self.kept = self._judged(targets)
         ttft, tpot = targets.met(outcome)
@@ -211,8 +211,8 @@ class _Look:
         return self.outcome.workload.duration_s < self.lasts_s(effort) or counted < 0.4 * len(self.outcome)
 
     def lasts_s(self, effort: Effort) -> float:
-        """That a run must last: what few take may be far above what a request takes on average."""
-        return max(effort.e2e_times * self.e2e_s, self.long_e2e_s)
+        """That a run must last."""
+        return max(effort.e2e_times * self.e2e_s, _most(self.outcome.e2e_s, effort.covers) if effort.covers else 0.0)
 
     def lasting(self, effort: Effort) -> int:
         """Requests in a run that lasts long enough, though they may take longer in it than in this one. 0 where a queue
@@ -295,10 +295,9 @@ class _Look:
         return {"prefill": at_prefill, "decode": at_decode, "mixed": at_decode, "colocated": at_decode}
 
 
-def _most(values: Floats) -> float:
-    """But one in a thousand."""
+def _most(values: Floats, share: float) -> float:
     finite = values[np.isfinite(values)]
-    return float(np.quantile(finite, LONG)) if len(finite) else 0.0
+    return float(np.quantile(finite, share)) if len(finite) else 0.0
 
 
 def _mean(values: Floats) -> float:

@@ -12,12 +12,11 @@ from placement.plan import Goodput, Interval, Pool
 
 NEAR = 0.05  # of the goodput: so little left is the knee
 ALIKE = 0.05  # of a goodput: what searches of two clusters may differ by
-OVER = 1.1  # times the goodput: where relief was tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """`relief`: the attainment OVER the goodput, as it is ("") and with one worker more of a role. `arrivals`: what
+    """`relief`: the attainment at `over` requests/s, as it is ("") and with one worker more of a role. `arrivals`: what
     drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any. `no_room`: which requests nobody
     of it can hold."""
 
@@ -25,6 +24,7 @@ class Findings:
     tried: Sequence[Goodput]
     binding: Pool
     relief: Mapping[str, float]
+    over: float  # the first rate above the goodput that misses the SLO
     headroom: float
     rate: float | None
     error: float
@@ -131,7 +131,7 @@ def _on_binding(findings: Findings) -> str:
         return f"The {findings.binding} pool binds." if findings.binding != "none" else ""
     before, after = findings.relief[""], findings.relief[findings.binding]
     return (
-        f"The {findings.binding} pool binds: at {OVER * findings.chosen.goodput.value:.3g} requests/s one more "
+        f"The {findings.binding} pool binds: at {findings.over:.3g} requests/s one more "
         f"{findings.binding} worker takes the share that meets both targets from {before:.1%} to {after:.1%}."
     )
 

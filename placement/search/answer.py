@@ -21,7 +21,7 @@ from placement.search.sizing import EstimateJob, binding_pool, estimate_job, wit
 from placement.search.what_if import swings_of, what_if
 from placement.workload.arrivals import fit_arrivals
 
-FINAL = Effort(first_requests=6000, max_requests=18_000, half_width=0.01)
+FINAL = Effort(first_requests=6000, max_requests=18_000, half_width=0.01, covers=0.999)
 BINDS = Effort(first_requests=1500, max_requests=4000, half_width=0.02, decides=True)
 CURVE = Effort(first_requests=1000, max_requests=2000, half_width=0.03, decides=True)
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
@@ -62,7 +62,7 @@ class PlanAnswer:
         headroom = max(0.0, 1 - rate / chosen.goodput.value)
         placement = self.placements[chosen.candidate]
         swings = swings_of(self.search, placement, chosen) if self.question.what_if else ()
-        advice = advise(self._findings(tried, binding, relief, headroom))
+        advice = advise(self._findings(tried, binding, relief, knee.point.rate, headroom))
         if self.question.what_if:
             advice += what_if(self.search, [self.placements[each.candidate] for each in tried], chosen, swings)
         return Plan(
@@ -86,7 +86,7 @@ class PlanAnswer:
         )
 
     def _findings(
-        self, tried: Sequence[Goodput], binding: Pool, relief: Mapping[str, float], headroom: float
+        self, tried: Sequence[Goodput], binding: Pool, relief: Mapping[str, float], over: float, headroom: float
     ) -> Findings:
         chosen = tried[0]
         return Findings(
@@ -94,6 +94,7 @@ class PlanAnswer:
             tried=tried,
             binding=binding,
             relief=relief,
+            over=over,
             headroom=headroom,
             rate=self.question.rate,
             error=self.search.error_of(chosen.candidate),

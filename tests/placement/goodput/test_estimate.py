@@ -75,7 +75,7 @@ def test_a_run_lasts_as_long_as_what_few_take() -> None:
     few = replace(source, output_len=np.where(np.arange(len(source)) % 100 == 7, 20_000, 1))
     system = LiveSystem(phase_alone("decode", toy_offer(decode_s=0.01, slope_s=0.0, num_pages=1_000_000)))
     targets = relaxed(Targets(slo=Slo(tpot_s=0.5, attainment=0.5)), ttft=True)
-    effort = replace(QUICK, first_requests=200, max_requests=100_000)
+    effort = replace(QUICK, first_requests=200, max_requests=100_000, covers=0.999)
     found = estimate(system, Traffic(source=few), 100.0, targets, effort=effort)
     assert found.point.num_requests >= 100.0 * 20_000 * 0.01, "the longest take 200 s"
 

@@ -121,7 +121,7 @@ def goodput(value: float, guesses: int, replicas: int = 1) -> Goodput:
     ],
 )
 def test_what_guesses_gain_or_cost_is_said(tried: Sequence[Goodput], rate: float | None, told: str) -> None:
-    findings: dict[str, Any] = {"binding": "none", "relief": {"": 0.9}, "headroom": 0.0, "error": 0.0}
+    findings: dict[str, Any] = {"binding": "none", "relief": {"": 0.9}, "over": 9.9, "headroom": 0.0, "error": 0.0}
     findings |= {"chosen": tried[0], "tried": tried, "rate": rate, "asked_colocated": False, "arrivals": ""}
     assert any(sentence.startswith(told) for sentence in advise(Findings(**findings, acceptance=0.7)))
     assert not any("guesses" in sentence for sentence in advise(Findings(**findings)))
@@ -144,6 +144,7 @@ def test_what_comes_out_alike_is_not_said_to_pay(first: float, second: float, ra
         tried=(chosen, other),
         binding="none",
         relief={},
+        over=9.9,
         headroom=0.1,
         rate=rate,
         error=0.0,

@@ -100,7 +100,7 @@ def test_what_misses_the_rate_in_the_longest_run_is_not_chosen(monkeypatch: pyte
         return tried, at_rate, knee
 
     monkeypatch.setattr(PlanAnswer, "_looked_at", once_late)
-    found = planned(num_gpus=0, rate=12.0)
+    found = planned(num_gpus=None, rate=12.0)
     assert found.chosen.candidate != missed[0]
     (late,) = (each for each in found.tried if each.candidate == missed[0])
     assert late.goodput.value < 12.0
@@ -143,7 +143,7 @@ def test_where_steps_may_be_long_two_pools_are_worst_and_a_hybrid_is_tried() -> 
     """Of the two workers one only reads prompts; the other reads too, where they would be late."""
     found = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=2)
     assert [each.candidate.kind for each in found.tried] == ["hybrid", "one pool", "two pools"]
-    assert found.advice[0].startswith("A hybrid pays: 1.")
+    assert found.advice[0].startswith("A hybrid makes no difference that is sure: 1.0")
     assert found.binding == "none"
     alone = planned(slo=Slo(ttft_s=0.6, tpot_s=1.0), num_gpus=1)
     assert [each.candidate.kind for each in alone.tried] == ["one pool"]
