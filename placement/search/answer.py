@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from placement.catalogs.base import PlanError
 from placement.goodput.estimate import Effort, Estimate
 from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.latency.scaled import factors_of
@@ -29,6 +30,7 @@ CURVES = 4  # candidates that get them
 BEYOND = (1.1, 1.3, 1.6)  # of the goodput: where it is seen which pool binds, the first that misses the SLO
 STEP_DOWN = 0.985  # of a goodput that a longer run does not keep
 MOST_STEPS_DOWN = 5
+MISSED = 0.02  # of the requests: more than chance
 MANY = 100  # requests, whose arrivals say something
 QUESTION_KEYS = (
     "num_gpus",
@@ -56,6 +58,7 @@ class PlanAnswer:
     def plan(self, tried: Sequence[Goodput], phases: Mapping[str, Sequence[WorkerGoodput]]) -> Plan:
         """`tried`: what has a goodput."""
         tried, at_rate, knee = self._surely_best(tried)
+        self._raise_if_missed(tried[0].candidate, at_rate)
         rate = self.question.rate or at_rate.point.rate
         chosen = tried[0]
         binding, relief = self._relieved(chosen, knee)
@@ -120,6 +123,17 @@ class PlanAnswer:
             looked_at[candidate] = at_rate, knee
             tried = self.search.in_order(tried)
         return tried, *looked_at[tried[0].candidate]
+
+    def _raise_if_missed(self, nearest: Candidate, at_rate: Estimate) -> None:
+        """Raises PlanError where the rate that is asked for is missed by more than chance, by all that was tried."""
+        if self.question.rate is None or at_rate.slack.value > -MISSED:
+            return
+        share = f"{at_rate.point.attainment.value:.1%}"
+        raise PlanError(
+            f"rate is {self.question.rate:g} requests/s, and no placement that was tried keeps the targets there in "
+            f"the longest run: {share} of requests meet them on {nearest.label}; ask for longer targets, or leave out "
+            "the longest requests (--max-input-len cuts those of a trace)"
+        )
 
     def _looked_at(self, tried: Sequence[Goodput], rate: float) -> tuple[list[Goodput], Estimate, Estimate]:
         """With the interval of the chosen one, and a few more points for the best, so that their curves can be drawn

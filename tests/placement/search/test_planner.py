@@ -107,6 +107,19 @@ def test_what_misses_the_rate_in_the_longest_run_is_not_chosen(monkeypatch: pyte
     assert found.chosen.goodput.value >= 12.0
 
 
+def test_a_rate_that_all_miss_in_the_longest_run_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = PlanAnswer._looked_at
+
+    def late(answer: PlanAnswer, tried: list[Goodput], rate: float) -> tuple[list[Goodput], Estimate, Estimate]:
+        tried, at_rate, knee = looked_at(answer, tried, rate)
+        point = replace(at_rate.point, attainment=Interval(0.1, 0.0, 0.3))
+        return tried, replace(at_rate, point=point, slack=Interval(-0.8, -0.9, -0.7)), knee
+
+    monkeypatch.setattr(PlanAnswer, "_looked_at", late)
+    with pytest.raises(PlanError, match=r"rate is 12 requests/s, and no placement .* 10\.0% of requests meet them on "):
+        planned(num_gpus=None, rate=12.0)
+
+
 def test_a_first_answer_is_told_and_what_is_chosen_has_been_simulated_longer() -> None:
     told: list[Goodput] = []
     question = PlanQuestion(slo=DISTURBED, num_gpus=4, processes=0, thoroughness=0.1)
