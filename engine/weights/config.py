@@ -107,8 +107,8 @@ def check_config(config: Any) -> None:
     _check_names("architectures", config.architectures)
     _check_names("layer_types", getattr(text, "layer_types", None))
     name = architecture_of(config)
-    if getattr(text, "num_hidden_layers", 1) in (0, None):
-        raise UnsupportedModel(f"{name} has no layers: num_hidden_layers in config.json is {text.num_hidden_layers}")
+    if getattr(text, "num_hidden_layers", 1) == 0:
+        raise UnsupportedModel(f"{name} has no layers: num_hidden_layers in config.json is 0")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
     if getattr(text, "attn_temperature_tuning", False) and "Llama4" not in name:

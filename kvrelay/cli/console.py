@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -48,7 +49,8 @@ def report(error: CliError, as_json: bool) -> int:
 
 @contextmanager
 def exit_codes(as_json: bool, *, wrong: tuple[type[Exception], ...] = (), interrupted: str) -> Iterator[None]:
-    """What cannot be done ends the command, told: a CliError, what `wrong` says was asked wrongly, Ctrl-C."""
+    """What cannot be done ends the command, told: a CliError, what `wrong` says was asked wrongly, Ctrl-C, SIGTERM."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except CliError as error:
@@ -57,3 +59,5 @@ def exit_codes(as_json: bool, *, wrong: tuple[type[Exception], ...] = (), interr
         raise typer.Exit(report(CliError(str(error), USAGE), as_json)) from None
     except KeyboardInterrupt:
         raise typer.Exit(report(CliError(interrupted, INTERRUPTED), as_json)) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -15,7 +15,6 @@ import multiprocessing
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -54,23 +53,8 @@ def simulation_pool(processes: int, *, cache: Path | None = None) -> Iterator[Po
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         sys.path[:] = before
-    with pool, _ended_by_sigterm():
+    with pool:
         yield pool
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """As by Ctrl-C: else its processes would tell of a pipe that broke."""
-    is_ours = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if is_ours:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def packed(work: Callable[..., Any], *arguments: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -11,6 +12,7 @@ import pytest
 import typer
 
 from kvrelay.cli import main
+from kvrelay.cli.console import INTERRUPTED, exit_codes
 
 pytestmark = pytest.mark.unit
 
@@ -93,3 +95,12 @@ def test_a_command_imports_none_of_the_others() -> None:
     modules = done.stdout.split()
     assert "kvrelay.cli.cluster.status" in modules
     assert not {"kvrelay.cli.chat", "kvrelay.cli.planning.plan", "aiohttp", "numpy", "ray", "torch"} & set(modules)
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended, exit_codes(as_json=False, interrupted="interrupted"):
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.exit_code == INTERRUPTED
+    assert capsys.readouterr().err == "error: interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) is before
