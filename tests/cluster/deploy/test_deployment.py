@@ -37,8 +37,9 @@ class LocalRay:
     def why_lost(self) -> str:
         return self.why
 
-    def stop(self, *, is_answering: bool, keep_logs_in: str) -> None:
+    def stop(self, *, is_answering: bool, keep_logs_in: str, keep_signals: object) -> bool:
         self.stopped.append(is_answering)
+        return is_answering
 
 
 class Controller:
@@ -96,7 +97,7 @@ def test_actors_that_cannot_be_ended_are_killed_with_their_ray(monkeypatch: pyte
 
     monkeypatch.setattr(deployments, "end_actors", end_actors)
     local = LocalRay()
-    deployment(local, Controller()).stop()
+    assert not deployment(local, Controller()).stop()
     assert local.stopped == [False]
 
 
