@@ -25,6 +25,7 @@ from placement.simulator.systems import System
 from placement.workload.traffic import Traffic
 
 MOST_RAISES = 6
+LEAST_STEP = 1.1
 MOST_STEPS = 12  # out of a range that was given, each as large as all before
 MOST_HALVINGS = 9
 LOWER = 0.85  # of the lowest rate tried, where that may miss the SLO
@@ -154,7 +155,8 @@ def _bracket(problem: GoodputProblem, keeps: Callable[[float], bool]) -> tuple[f
 
 
 def _bracket_from(bottom: float, top: float, keeps: Callable[[float], bool]) -> tuple[float, float]:
-    """Between the two; where it is not, further and further out."""
+    """Between the two; where it is not, further and further out. A bound that was wrong may lie below what was seen."""
+    top = top if top > bottom else LEAST_STEP * bottom
     step, is_above = top / bottom, keeps(bottom)
     low, high = (bottom, top) if is_above else (bottom / step, bottom)
     for _ in range(MOST_STEPS):

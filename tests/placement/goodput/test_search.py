@@ -54,6 +54,14 @@ def test_a_rate_asked_for_far_below_the_goodput_does_not_hide_it(rate: float) ->
     assert found.value == pytest.approx(rate_of_formula(), rel=0.06)
 
 
+@pytest.mark.parametrize(("bottom", "top"), [(5.0, 3.0), (8.0, 8.0), (11.0, 7.0)])
+def test_a_bound_below_what_was_seen_sends_the_search_nowhere_else(bottom: float, top: float) -> None:
+    """It went down to 1e-19 requests/s, where two reports lie closer than a float tells times apart."""
+    found = find_goodput(problem(bottom=bottom, top=top))
+    assert found.goodput.value == pytest.approx(rate_of_formula(), rel=0.06)
+    assert min(each.point.rate for each in found.estimates) > 1.0
+
+
 def test_what_is_known_of_a_rate_is_not_simulated_again() -> None:
     asked = problem(bottom=5.0, top=8.0)
     anew, known = find_goodput(asked), asked.estimate(5.0)
