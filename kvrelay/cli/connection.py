@@ -131,9 +131,20 @@ def until_interrupted(stream: Stream) -> Iterator[Delta]:
         yield delta
 
 
+def _several() -> str:
+    """Which clusters run here, where there are several and none is the one that is meant without --endpoint."""
+    running = [cluster for cluster in known_clusters.alive() if cluster.endpoints]
+    if len(running) < 2:
+        return ""
+    named = " and ".join(f"{cluster.name} at {cluster.endpoints[0]}" for cluster in running)
+    return f"{len(running)} clusters run here, {named}; say by --endpoint which one is meant"
+
+
 def _told(error: KvrelayError, as_json: bool) -> int:
     """To a person (stderr) and, with --json, a program (stdout); returns the exit code."""
     wait = "" if error.retry_after_s is None else f" (retry after {error.retry_after_s:g} s)"
+    if error.message.startswith(f"nothing answers at {DEFAULT_ENDPOINT}") and (running := _several()):
+        error = KvrelayError(error.code, running)
     print(f"error: {error.message}{wait}", file=sys.stderr)
     if as_json:
         print(json.dumps({"error": error.to_dict()}))

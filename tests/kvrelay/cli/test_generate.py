@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvrelay.cli import generate as command
+from kvrelay.cli.cluster import state
 from kvrelay.cli.connection import until_interrupted
 from kvrelay.client.types import Delta, KvrelayError
 from tests.kvrelay.client.scripted import HEED_INTERRUPTS, ScriptedServer
@@ -201,3 +203,15 @@ def test_an_interrupt_is_raised_when_the_wait_is_over(outcome: KvrelayError | De
         signal.signal(signal.SIGINT, before)
     assert stream.waited
     assert stream.closed
+
+
+def test_of_several_clusters_one_is_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = state.this_process("chat", "daemon")
+    running = [replace(ours, name=name, endpoints=(f"127.0.0.1:{port}",)) for name, port in (("a", 1), ("b", 2))]
+    monkeypatch.setattr("kvrelay.known_clusters.alive", lambda: iter(running))
+    monkeypatch.setattr("kvrelay.cli.connection.DEFAULT_ENDPOINT", "127.0.0.1:9")
+    told = "error: 2 clusters run here, a at 127.0.0.1:1 and b at 127.0.0.1:2; say by --endpoint which one is meant\n"
+    assert run("127.0.0.1:9", "hello").stderr == told
+    assert "nothing answers at 127.0.0.1:8" in run("127.0.0.1:8", "hello").stderr
+    running.pop()
+    assert "nothing answers at 127.0.0.1:9" in run("127.0.0.1:9", "hello").stderr
