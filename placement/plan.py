@@ -31,6 +31,10 @@ class Interval:
     def __str__(self) -> str:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
+    def covering(self, *values: float) -> Interval:
+        """The same estimate, where the truth may lie as far off as these, too."""
+        return Interval(self.value, min(self.low, *values), max(self.high, *values))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from cluster.front.options import FrontOptions
 from cluster.front.structured import Forms
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
-from engine.weights.files import has_tokenizer
+from engine.weights.files import has_tokenizer, why_not_there
 
 T = TypeVar("T")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # what tokenizer.json says is all there is
@@ -204,8 +203,8 @@ def _too_long(num_tokens: str, max_model_len: int) -> InvalidRequest:
 
 def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> TextCodec:
     """The tokenizer of a model directory or of a name on the hub. Raises TokenizerError."""
-    if os.path.isabs(model) and not os.path.exists(model):  # or it would be taken for a name on the hub
-        raise TokenizerError(f"model {model!r} is not there; give a Hugging Face model directory")
+    if why := why_not_there(model):
+        raise TokenizerError(why)
     config = _tokenizer_config(Path(model))
     if config is None:
         raise TokenizerError(f"{model} has no tokenizer.json and no tokenizer_config.json; copy the model's own there")

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 from engine.types import LengthRope
+from engine.weights.files import why_not_there
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROPES_BY_LENGTH = ("dynamic", "longrope")
@@ -45,8 +46,8 @@ def served_config(options: EngineOptions) -> ServedConfig:
 
 def load_config(model: str) -> Any:
     """The model's config. Raises UnsupportedModel with one sentence when there is none that can be read."""
-    if os.path.isabs(model) and not os.path.exists(model):  # or it would be taken for a name on the hub
-        raise UnsupportedModel(f"model {model!r} is not there; give a Hugging Face model directory")
+    if why := why_not_there(model):
+        raise UnsupportedModel(why)
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
     try:

@@ -18,6 +18,13 @@ POINTER = b"version https://git-lfs"
 Files = tuple[tuple[str, int, int, int], ...]  # of a directory: name, bytes, time of change, inode
 
 
+def why_not_there(model: str) -> str:
+    """Of a path at which nothing is, which would else be taken for a name on the hub."""
+    if os.path.isabs(model) and not os.path.exists(model):
+        return f"model {model!r} is not there; give a Hugging Face model directory"
+    return ""
+
+
 def why_incomplete(directory: Path) -> str:
     """What a worker or a router would miss there, such as "has no config.json"; nothing where all is there."""
     if not (directory / CONFIG).exists():

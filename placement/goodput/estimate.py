@@ -321,4 +321,4 @@ def _widened(estimated: Estimate, other: Estimate) -> Estimate:
 
 
 def _hull(interval: Interval, other: Interval) -> Interval:
-    return Interval(interval.value, min(interval.low, other.low), max(interval.high, other.high))
+    return interval.covering(other.low, other.high)

@@ -150,11 +150,7 @@ def _serve(
                 deployment.leave()
             else:
                 view.stopping()
-                try:
-                    if not deployment.stop(has_crashed=has_crashed, keep_signals=_ignore_signals):
-                        _left_in_ray.append(True)
-                finally:
-                    state.remove_own(spec.name)
+                _stop(deployment, spec.name, has_crashed=has_crashed)
 
 
 def _start(deployment: Deployment, view: View) -> None:
@@ -165,6 +161,14 @@ def _start(deployment: Deployment, view: View) -> None:
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     _raise_on_signals()  # ray.init has set a handler of its own
+
+
+def _stop(deployment: Deployment, name: str, *, has_crashed: bool) -> None:
+    try:
+        if not deployment.stop(has_crashed=has_crashed, keep_signals=_ignore_signals):
+            _left_in_ray.append(True)
+    finally:
+        state.remove_own(name)
 
 
 def _until_ready(deployment: Deployment, view: View) -> dict[str, Any]:

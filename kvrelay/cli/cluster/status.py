@@ -60,28 +60,29 @@ def status(
 
 def _show_all(entrance: Entrance, endpoint: str | None, as_json: bool, *, is_again: bool = False) -> None:
     """One that does not answer hides no other. Raises CliError for it, or has told of it as JSON and raises Exit."""
-    asked = [endpoint] if endpoint else _endpoints()
-    answers: dict[str, dict[str, Any]] = {}
-    failed: dict[str, str] = {}
-    for where in asked:
-        try:
-            answers[where] = _ask(where, entrance)
-        except CliError as error:
-            failed[where] = str(error)
-    if failed and len(asked) == 1:
-        raise CliError(failed[asked[0]])
+    told = [_answer(where, entrance) for where in ([endpoint] if endpoint else _endpoints())]
+    failed = [answer["error"] for answer in told if "error" in answer]
+    if failed and len(told) == 1:
+        raise CliError(failed[0])
     if as_json:
-        told = [answers.get(where) or {"endpoint": where, "error": failed[where]} for where in asked]
         print_json(told[0] if len(told) == 1 else {"routers": told})
         if failed:
             raise typer.Exit(FAILURE)
         return
     if is_again and sys.stdout.isatty():
         print("\033[2J\033[H", end="")
-    for answer in answers.values():
-        _show(answer)
+    for answer in told:
+        if "error" not in answer:
+            _show(answer)
     if failed:
-        raise CliError("\n".join(failed.values()))
+        raise CliError("\n".join(failed))
+
+
+def _answer(endpoint: str, entrance: Entrance) -> dict[str, Any]:
+    try:
+        return _ask(endpoint, entrance)
+    except CliError as error:
+        return {"endpoint": endpoint, "error": str(error)}
 
 
 def _endpoints() -> list[str]:

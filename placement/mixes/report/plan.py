@@ -103,14 +103,10 @@ def _widened(point: RatePoint, wrong: Sequence[PointResult]) -> RatePoint:
     """By what comes where all times are as wrong as the latency model may be: near the knee far more than they are."""
     attained, ttft_s, tpot_s = point.attainment, dict(point.ttft_s), dict(point.tpot_s)
     for result in wrong:
-        attained = _hull(attained, result.judgement.attainment)
-        ttft_s = {at: _hull(known, result.ttft_s[at]) for at, known in ttft_s.items()}
-        tpot_s = {at: _hull(known, result.tpot_s[at]) for at, known in tpot_s.items()}
+        attained = attained.covering(result.judgement.attainment)
+        ttft_s = {at: known.covering(result.ttft_s[at]) for at, known in ttft_s.items()}
+        tpot_s = {at: known.covering(result.tpot_s[at]) for at, known in tpot_s.items()}
     return replace(point, attainment=attained, ttft_s=ttft_s, tpot_s=tpot_s)
-
-
-def _hull(known: Interval, value: float) -> Interval:
-    return Interval(known.value, min(known.low, value), max(known.high, value))
 
 
 def _times(values: Sequence[float], error: float) -> Interval:
