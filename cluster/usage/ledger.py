@@ -6,10 +6,12 @@ time.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import operator
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ from cluster.usage.layout import (
     read_slot,
     tokens_word,
 )
+
+log = logging.getLogger(__name__)
 
 FIRST_SLOTS = 1024
 
@@ -60,15 +64,23 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises OSError when it cannot be had, another process has it, or it is no ledger."""
+        """One that cannot be read is set aside, so that its router counts on. Raises OSError when it cannot be had, or
+        another process has it."""
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.posix_fallocate(opened, 0, max(os.fstat(opened).st_size, FIRST_SLOTS * SLOT_BYTES))
             return cls(opened, mmap.mmap(opened, 0))
-        except (OSError, ValueError) as error:
+        except OSError:
             os.close(opened)
-            raise error if isinstance(error, OSError) else OSError(f"{path} is no ledger: {error}") from None
+            raise
+        except ValueError as error:
+            os.close(opened)
+            aside = path.with_name(f"{path.name}.unreadable-{time.time():.0f}")
+            path.rename(aside)
+            log.error("%s cannot be read (%s), is %s now, and is begun anew: what it had not yet told the database is "
+                      "not counted", path, error, aside.name)  # fmt: skip
+            return cls.open(path)
 
     def count(self, key: str, hour: int, added: Counts) -> None:
         """Raises OSError where the file must grow and cannot."""

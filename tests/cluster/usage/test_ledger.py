@@ -122,14 +122,23 @@ def test_it_grows_while_the_database_cannot_be_had_and_loses_nothing_then(tmp_pa
     assert totals(database) == {(7, f"key-{i}"): Counts(generated_tokens=i) for i in range(2 * FIRST_SLOTS + 5)}
 
 
-def test_a_ledger_has_one_process_and_must_be_one(tmp_path: Path) -> None:
+def test_a_ledger_has_one_process(tmp_path: Path) -> None:
     held = Ledger.open(tmp_path / "l")
     with pytest.raises(BlockingIOError):
         Ledger.open(tmp_path / "l")
     held.close()
-    (tmp_path / "other").write_bytes(b"something else " * 100)
-    with pytest.raises(OSError, match="other is no ledger: a slot has the state 104"):
-        Ledger.open(tmp_path / "other")
+
+
+def test_one_that_cannot_be_read_is_set_aside_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    garbage = b"something else " * 100
+    (tmp_path / "l").write_bytes(garbage)
+    ledger = Ledger.open(tmp_path / "l")
+    ledger.count("anna", 7, Counts(requests=1))
+    ledger.close()
+    assert [row.counts for row in Ledger.open(tmp_path / "l").unsettled()] == [Counts(requests=1)]
+    (aside,) = tmp_path.glob("l.unreadable-*")
+    assert aside.read_bytes().startswith(garbage)
+    assert f"cannot be read (a slot has the state 104), is {aside.name} now" in caplog.text
 
 
 COUNT = """
