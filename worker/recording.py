@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from worker.plain import plain
 
-REMEMBERED = 8  # results that may come back as an argument
+REMEMBERED = 8  # results of a kind that may come back as an argument
 
 
 def record_calls(policy: Any, directory: str | Path, name: str, num_stages: int = 1) -> None:
@@ -60,7 +60,7 @@ class _Recorder:
         self._file = file
         self._depth = 0  # a policy's call of its own methods is no call of the driver's
         self._calls = 0
-        self._results: deque[tuple[Any, int]] = deque(maxlen=REMEMBERED)
+        self._results: dict[type, deque[tuple[Any, int]]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._file.write(json.dumps(header) + "\n")
 
     def wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,14 +76,14 @@ class _Recorder:
                 self._depth -= 1
             self._file.write(json.dumps([at_s, name, *given, plain(result)]) + "\n")
             if is_dataclass(result):
-                self._results.append((result, self._calls))
+                self._results[type(result)].append((result, self._calls))
             self._calls += 1
             return result
 
         return recorded
 
     def _argument(self, value: Any) -> Any:
-        for result, call in self._results:
+        for result, call in self._results.get(type(value), ()):
             if result is value:
                 return {"result": call}
         return plain(value)

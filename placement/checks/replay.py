@@ -37,7 +37,8 @@ POLICIES = {
     "MixedPolicy": MixedOptions,
 }
 TOLD = {
-    kind.__name__: kind for kind in (PageNews, Past, PeerTrouble, Report, RequestShape, StepCosts, WorkerView)
+    kind.__name__: kind
+    for kind in (PageNews, Past, PeerTrouble, Report, RequestShape, RouterOptions, StepCosts, WorkerView)
 }  # passed to a policy
 CONTEXT = 4  # calls told before a difference
 

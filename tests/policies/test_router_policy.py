@@ -644,6 +644,17 @@ def test_a_prompt_that_is_not_passed_on_is_booked_where_its_kv_will_go() -> None
     policy.check_invariants()
 
 
+def test_one_that_could_not_be_passed_on_moves_once_it_is_read() -> None:
+    policy = cluster("p0", "d0", "m0")
+    read_by(policy, "p0", "a")
+    assert policy.pass_on("a", 1.0) is not None
+    decode = policy.on_passing_failed("a", "d0", 1.2, "request")
+    policy.on_first_token("a", 2.0)
+    assert policy.on_handed_off("a", decode, 2.0) is None
+    policy.on_report("d0", Report(made_s=3.0, available_pages=50, draining=True, request_ids=frozenset({"a"})), 3.0)
+    assert policy.leaving("d0", 3.0) == ["a"]
+
+
 def test_prompts_stay_where_nobody_else_could_read_them() -> None:
     policy = cluster("p0", "p1", "d0")
     policy.on_report("p1", Report(made_s=0.0, waiting_tokens=900), 0.0)

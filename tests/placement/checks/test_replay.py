@@ -8,6 +8,7 @@ import pytest
 
 from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned
+from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
@@ -60,6 +61,27 @@ def test_a_batch_that_comes_back_as_an_argument_is_the_replays_own(tmp_path: Pat
     assert difference is not None
     assert (difference.at, difference.call.method) == (4, "next_batch")
     assert [call.method for call in difference.before] == ["reserve", "on_committed", "reserve", "on_committed"]
+
+
+def test_a_batch_comes_back_after_any_number_of_reservations(tmp_path: Path) -> None:
+    policy = DecodePolicy(PagePool(64, 16), DecodeOptions(), name="d0")
+    record_calls(policy, tmp_path, "d0")
+    policy.reserve("a", num_tokens=20, max_new_tokens=30, hashes=[])
+    policy.on_committed("a")
+    batch = policy.next_batch()
+    for i in range(20):
+        policy.reserve(f"b{i}", num_tokens=20, max_new_tokens=30, hashes=[])
+    policy.on_batch_done(batch)
+    assert replay(read_recording(tmp_path / "d0.jsonl")).difference is None
+
+
+def test_a_router_whose_options_have_changed_replays(tmp_path: Path) -> None:
+    policy = RouterPolicy()
+    record_calls(policy, tmp_path, "router-0")
+    policy.take_options(RouterOptions(unavailable_grace_s=0.0))
+    assert policy.refusal() is not None
+    recording = read_recording(tmp_path / "router-0.jsonl")
+    assert (replay(recording).difference, replay(recording).decisions) == (None, 1)
 
 
 def test_a_second_recording_of_one_name_leaves_the_first_alone(tmp_path: Path) -> None:
