@@ -159,6 +159,11 @@ class DecodeRole:
             most_pages=self.reservations.most_pages(request.state),
         )
 
+    def stay(self, request: HeldRequest) -> Denied | None:
+        max_len = len(request.tokens) + max(0, request.new_tokens_left - 1)
+        most_pages = self.reservations.most_pages(request.state)
+        return self.policy.on_stays(request.id, max_len=max_len, most_pages=most_pages)
+
     def adopt(
         self,
         request: HeldRequest,

@@ -197,6 +197,17 @@ class DecodePolicy:
         self.num_changes += 1
         return True
 
+    def on_stays(self, request_id: str, *, max_len: int, most_pages: int = NEVER) -> Denied | None:
+        """A prompt that was to leave, and has begun, will be adopted and grow to `max_len`. Or why it may not."""
+        request = self._requests[request_id]
+        most = self._most_pages(request.prompt_len, max_len, most_pages, 0)
+        promised = self._promised_pages - request.most_pages + most if self.options.admission == "worst_case" else most
+        if promised > self.pool.num_pages:
+            why = f"{self.name}: {promised} pages needed, {self.pool.num_pages} exist"
+            return Denied(reason=why, retryable=True)
+        request.max_len, request.most_pages = max_len, most
+        return None
+
     def adopt(
         self,
         request_id: str,
@@ -526,10 +537,14 @@ class DecodePolicy:
     def _leaves_room(self, request: DecodeRequest, taken: int) -> bool:
         left = self.pool.available - taken
         if self.options.admission == "worst_case":
-            promised = sum(r.most_pages for r in self._requests.values() if r.stage is not Stage.QUEUED)
-            return left >= 0 and promised + request.most_pages <= self.pool.num_pages
+            return left >= 0 and self._promised_pages + request.most_pages <= self.pool.num_pages
         is_alone = len(self._queued) == len(self._requests)
         return left >= (0 if is_alone else max(1, int(self.options.watermark * self.pool.num_pages)))
+
+    @property
+    def _promised_pages(self) -> int:
+        """That those who are admitted may ever hold."""
+        return sum(r.most_pages for r in self._requests.values() if r.stage is not Stage.QUEUED)
 
     def _pages_for(self, num_tokens: int) -> int:
         return pages_for(num_tokens, self.pool.page_size)

@@ -52,6 +52,9 @@ class DecodesBeside(Protocol):
     def expect(self, request: HeldRequest, *, stays: bool) -> Denied | None:
         """A prompt has come. Or why it may not."""
 
+    def stay(self, request: HeldRequest) -> Denied | None:
+        """One that was to leave, and is read, shall be adopted. Or why it may not."""
+
     def adopt(
         self,
         request: HeldRequest,
@@ -400,6 +403,14 @@ class PrefillRole:
         request.link.event(request.state, handed_off, receipt=receipt, decode_worker=self._name)
         self._finish(request)
 
+    def _stay_after_all(self, request: HeldPrompt, token_id: int) -> Undelivered | None:
+        """It found no pages elsewhere. Why it may not have any more here."""
+        assert self._beside is not None, f"{request.id} stays where nothing decodes"
+        if denied := self._beside.stay(request):
+            return Undelivered(denied.reason, pb.FAILURE_CAUSE_ROOM, "")
+        self._stay(request, token_id)
+        return None
+
     def _fail(self, request: HeldPrompt, token: SampledToken) -> None:
         """End a request whose chunk the engine could not compute: the router tries another worker's, if it may help."""
         failed, cause, reason = pb.EVENT_KIND_FAILED, failure_cause(token), f"{self._name}: {token.error}"
@@ -409,6 +420,8 @@ class PrefillRole:
 
     async def _hand_off(self, request: HeldPrompt, token_id: int, computed_ns: int) -> None:
         outcome = await self.handoffs.hand_off(request, token_id, computed_ns)
+        if outcome is None and not request.is_cancelled:
+            outcome = self._stay_after_all(request, token_id)
         if isinstance(outcome, HandoffReceipt):
             self._host.counters["receipts_good"] += 1
             handed_off, name = pb.EVENT_KIND_HANDED_OFF, request.decode.name
@@ -418,7 +431,7 @@ class PrefillRole:
             return
         if isinstance(outcome, Undelivered):
             self._end_undelivered(request, outcome)
-        else:
+        elif outcome is not None:
             self._end(request)
         self._host.streams.flush()
 

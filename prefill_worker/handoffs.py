@@ -2,6 +2,7 @@
 
     open --> segments of each chunk --> hand_off: commit --> receipt
                  \\-- stalled --> reassign --> opened again elsewhere, with all that was computed before
+                                            \\-> not at all: it is decoded here
 
 A request's pages are read until its handoff is closed: the policy is told of both. What a handoff's end means for its
 request is the role's to say.
@@ -135,12 +136,16 @@ class Handoffs:
             raise HandoffDenied("cancelled", retryable=False)
         return self._reserve(request, pair, lambda reason: self.spawn(self.abort(request, reason)))
 
-    async def hand_off(self, request: HeldPrompt, token_id: int, computed_ns: int) -> HandoffReceipt | Undelivered:
-        """Commit, elsewhere if another worker is named meanwhile."""
+    async def hand_off(
+        self, request: HeldPrompt, token_id: int, computed_ns: int
+    ) -> HandoffReceipt | Undelivered | None:
+        """Commit, elsewhere if another worker is named meanwhile. None: it is this one."""
         while True:
             try:
                 if request.handoff is None or request.moving_to is not None:
                     await self._move(request)
+                if request.stays:
+                    return None
                 assert request.handoff is not None
                 num_tokens = len(request.tokens) - request.state.dropped_tokens
                 receipt = await request.handoff.commit(
@@ -169,12 +174,16 @@ class Handoffs:
             self._policy.on_handoff_closed(request.id)
 
     async def _move(self, request: HeldPrompt) -> None:
-        """Open a handoff, to another worker if one was named, and give it all that was computed before."""
+        """Open a handoff, to another worker if one was named, and give it all that was computed before; none to this
+        one."""
         if request.handoff is not None:
             await self.abort(request, "reassigned")
         if request.moving_to is not None:
             request.decode, request.moving_to, request.is_stalled = request.moving_to, None, False
             self._host.counters["reassigned"] += 1
+        request.stays = request.decode.name == self._host.options.name
+        if request.stays:
+            return
         pair = await self.peers.pair(request.decode)
         if request.is_cancelled:
             raise HandoffDenied("cancelled", retryable=False)

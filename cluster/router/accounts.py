@@ -161,6 +161,7 @@ class RoutedRequest:
     rests_until_s: float = 0.0  # before which it does not move
     left: str = ""  # the decode worker that it has moved from, whose last tokens may not have come yet
     stays_away: dict[str, float] | None = None  # from decode workers that let its handoff wait, until when
+    stalled_s: float | None = None  # since when its handoff has waited for pages
     link: tuple[str, str] | None = None  # from whom and to whom its KV is on its way, where that is counted
     is_on_link: bool = False  # all of it is read, and counted at the other end, too
 

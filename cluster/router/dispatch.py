@@ -224,8 +224,9 @@ class Dispatcher:
         self._move(live, reason)
 
     def move_stalled(self) -> None:
-        """A decode worker has told what it holds: it may have pages for those that another one lets wait."""
-        if self._policy.most_free_pages < 1:
+        """A decode worker has told what it holds: it may have pages for those that another one lets wait, or what has
+        waited long is decoded where it was read."""
+        if self._policy.most_free_pages < 1 and not self._policy.workers.prefill.has_both:
             return
         known = {wire_id: self._live.get(wire_id) for wire_id in self._stalled}
         waiting = [live for live in known.values() if live is not None and not live.is_handed_off]

@@ -286,7 +286,8 @@ class RouterPolicy:
             return None
         if request.decode == request.prefill:  # it reads on there what another has begun, and waits for no handoff
             return None
-        better = self._workers.placing.elsewhere(request, now)
+        request.stalled_s = now if request.stalled_s is None else request.stalled_s
+        better = self._workers.placing.elsewhere(request, now) or self._workers.placing.where_read(request, now)
         if better is None:
             return None
         request.stays_away = {**(request.stays_away or {}), stalled: now + REST_S}

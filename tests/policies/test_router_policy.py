@@ -475,6 +475,24 @@ def test_what_is_read_where_it_is_decoded_waits_for_no_handoff() -> None:
     assert policy.reassign("a", "m0", 0.0) is None
 
 
+def test_what_waits_long_for_pages_elsewhere_is_decoded_where_it_was_read() -> None:
+    policy = cluster("m0", "d0", pages=10)
+    policy.on_report("m0", Report(made_s=0.0, available_pages=10, num_running=9, waiting_tokens=1), 0.0)
+    policy.on_report("d0", Report(made_s=0.0, available_pages=0, num_waiting=1), 0.0)
+    policy.assign(shape("a", 100), 0.0)
+    request = policy._requests["a"]
+    policy._workers.move(request, policy.workers.decode.accounts["d0"], 0.0)
+    assert policy.reassign("a", "d0", 0.1) is None
+    assert policy.reassign("a", "d0", 9.0) is None, "it is still read"
+    policy.on_first_token("a", 9.0)
+    request.stalled_s = 9.0
+    assert policy.reassign("a", "d0", 9.4) is None, "there may be some in a moment"
+    assert policy.reassign("a", "d0", 9.5) == "m0"
+    policy.check_invariants()
+    assert policy.on_handed_off("a", "m0", 9.6) is None
+    policy.check_invariants()
+
+
 def test_a_handoff_to_another_worker_than_named_last_is_believed() -> None:
     """The reassignment came too late: the first worker had granted pages meanwhile."""
     policy = cluster("p0", "d0", "d1")
@@ -646,6 +664,7 @@ def test_a_prompt_that_is_not_passed_on_is_booked_where_its_kv_will_go() -> None
 
 def test_one_that_could_not_be_passed_on_moves_once_it_is_read() -> None:
     policy = cluster("p0", "d0", "m0")
+    policy.on_report("m0", Report(made_s=0.0, available_pages=10, waiting_tokens=900), 0.0)
     read_by(policy, "p0", "a")
     assert policy.pass_on("a", 1.0) is not None
     decode = policy.on_passing_failed("a", "d0", 1.2, "request")

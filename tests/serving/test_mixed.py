@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.deploy.local import LocalCluster
+from cluster.router.accounts import RoutedRequest
+from cluster.router.placing.placing import Placed, Placing
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion
 from tests.serving.conftest import ModelDir
@@ -16,9 +18,11 @@ from tests.serving.harness import (
     ROUTER,
     counters,
     engine_with,
+    generate_all,
     random_prompt,
     replays,
     router_with,
+    tokens_of,
     transformers_tokens,
     worker_with,
 )
@@ -107,6 +111,38 @@ async def test_what_it_decided_it_decides_again(model_dir: ModelDir, expected: l
     for replayed in replays(tmp_path / "mixed-0.jsonl", tmp_path / "router-0.jsonl"):
         assert replayed.decisions > len(PROMPTS)
     assert "Foretold" in (tmp_path / "router-0.jsonl").read_text(), "nothing was predicted"
+
+
+@pytest.mark.parametrize("admission", ["watermark", "worst_case"])
+async def test_what_finds_no_pages_elsewhere_is_decoded_where_it_was_read(
+    admission: str, model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def across(placing: Placing, request: RoutedRequest, now: float) -> Placed:
+        """Read at one worker, for the other."""
+        return Placed(prefill=placing._prefill.accounts["mixed-0"], decode=placing._decode.accounts["mixed-1"])
+
+    monkeypatch.setattr(Placing, "choose", across)
+    cluster = LocalCluster(
+        str(model_dir("llama")),
+        prefill=0,
+        decode=0,
+        mixed=2,
+        engine=engine_with(num_pages=20),
+        worker=CHUNKS | {"admission": admission},
+        router=ROUTER,
+    )
+    prompts = [random_prompt(length, seed=length) for length in (100, 120)]
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        pool = cluster.mixed[1].pool
+        taken = pool.allocate(pool.available)
+        answers = await generate_all(client, prompts, NEW_TOKENS)
+        assert counters(cluster)["reassigned"] == len(prompts)
+        pool.release(taken)
+        await cluster.settled()
+        cluster.check_invariants()
+    assert tokens_of(answers) == transformers_tokens(model_dir("llama"), prompts, NEW_TOKENS)
+    assert _transports(answers) == {"local"}
+    assert all(answer.timeline is not None and answer.timeline.attempts == 1 for answer in answers)
 
 
 async def test_a_client_that_leaves_takes_nothing_with_it(model_dir: ModelDir) -> None:

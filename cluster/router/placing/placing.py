@@ -28,6 +28,8 @@ from cluster.router.placing.predicting import Target, best_predicted, could_gain
 
 MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 
+STAYS_AFTER_S = 0.5  # that a handoff has waited for pages
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
@@ -237,6 +239,17 @@ class Placing:
         if better is None or self._health.is_broken_pair(request.prefill, better.view.name, now):
             return None
         return better
+
+    def where_read(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
+        """Its reader, if that decodes, too, and has read it: it has the pages. Once it has waited for others, which it
+        may get in a moment: two that wait for each other's pages would wait for ever."""
+        shape, since_s = request.shape, request.stalled_s
+        reader = self._decode.accounts.get(request.prefill)
+        if reader is None or shape.pair is not None or shape.num_beams or not self._decode.fits(reader, shape):
+            return None
+        has_waited = since_s is not None and now - since_s >= STAYS_AFTER_S
+        is_shunned = request.prefill in self._health.shunned(request.past, DECODE, now)
+        return reader if request.has_first_token and has_waited and not is_shunned else None
 
     def _unheard_since(self, died_s: float) -> list[str]:
         """Prefill workers that may have died in the same moment, of what ended the other: it would be blamed twice."""

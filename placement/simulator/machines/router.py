@@ -340,9 +340,13 @@ class RouterMachine(Dispatcher):
         for attempt in waiting:
             if attempt.granted:
                 del self._stalled[attempt.id]
-            elif attempt.num_tokens < most * self._page_size:
+            elif attempt.num_tokens < most * self._page_size or self._may_stay(attempt):
                 self._move(attempt)
                 most = self.policy.most_free_pages
+
+    def _may_stay(self, attempt: Attempt) -> bool:
+        """It is read where it could be decoded."""
+        return attempt.computed and attempt.prefill is not None and attempt.prefill.name in self.decodes
 
     def _move(self, attempt: Attempt) -> None:
         assert attempt.prefill is not None
