@@ -117,14 +117,25 @@ class Handoffs:
             self._reserve(request, pair)
 
     def reassign(self, request: HeldPrompt, decode: pb.WorkerAddress) -> None:
-        """Move a stalled handoff to another decode worker."""
-        if request.is_cancelled or request.is_passing or not request.is_stalled:
+        """Move a handoff that is stalled, or has not begun, to another decode worker."""
+        if request.is_cancelled or request.is_passing:
+            return
+        if not request.is_stalled:
+            self._rename(request, decode)
             return
         if request.handoff is not None and request.handoff.is_granted:
             return  # pages came meanwhile; moved now, it might run on both workers. The first one tells the router
         request.moving_to = decode
         if request.is_committing and request.handoff is not None:  # its commit ends, and looks at moving_to
             self.spawn(request.handoff.abort("reassigned"))
+
+    def _rename(self, request: HeldPrompt, decode: pb.WorkerAddress) -> None:
+        """Unless the one before is asked for pages, or about to be."""
+        is_connecting = request.waiting is not None and not request.waiting.done()
+        if request.handoff is None and not (request.is_committing or request.stays or is_connecting):
+            request.decode = decode
+            request.link.event(request.state, pb.EVENT_KIND_REASSIGNED, decode_worker=decode.name)
+            self._host.streams.flush()
 
     async def open_elsewhere(self, request: HeldPrompt, decode: pb.WorkerAddress) -> Handoff:
         """Another decode worker has it from now on; a handoff there, given up where it has no pages now. Raises

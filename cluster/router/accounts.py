@@ -156,6 +156,7 @@ class RoutedRequest:
     is_handed_off: bool = False
     is_held: bool = False  # its decode worker computes nothing of it until it is told to begin
     is_passing: bool = False  # its decode worker is asked to read what is unread of it
+    renamed_from: str = ""  # the decode worker to which its reader may hand it over all the same
     moving_to: str = ""  # another decode worker, which takes its KV while it is computed
     refused_by: frozenset[str] = frozenset()  # decode workers that it could not move to
     rests_until_s: float = 0.0  # before which it does not move
@@ -290,6 +291,7 @@ class DecodeAccount:
     wanted: dict[float, int] = field(default_factory=dict)  # of these times, how many want each
     tightest_s: float = math.inf  # the least of them
     num_leaving: int = 0  # ours that are moving to another
+    num_renamed: int = 0  # that are another's now, and may come here all the same
 
     @property
     def free_pages(self) -> int:

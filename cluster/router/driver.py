@@ -456,6 +456,8 @@ class Router:
             case pb.EVENT_KIND_HANDOFF_STALLED:
                 live.notes.event(at_s, live.attempt, "stalled", link.name, event.reason)
                 self._dispatcher.on_stalled(live, event.reason)
+            case pb.EVENT_KIND_REASSIGNED:
+                self.policy.on_renamed(live.wire_id)
             case pb.EVENT_KIND_DECODE_READY:
                 if live.is_handed_off and link.name != live.decode:
                     self._on_ready_elsewhere(link, live, event, at_s)

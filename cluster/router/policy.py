@@ -136,6 +136,8 @@ class RouterPolicy:
         for request in self._requests.values():
             if request.moving_to == name:
                 self._workers.on_stays(request, now + RETRY_S)
+            if request.renamed_from == name:
+                request.renamed_from = ""
         retries: list[Retry] = []
         for request, past, died_in in self._blame(hit, name if is_death else ""):
             self._forget(request.shape.id)
@@ -343,6 +345,25 @@ class RouterPolicy:
     def unread(self, worker: str, now: float) -> list[str]:
         """Of the prompts that were sent there, those that should be read on elsewhere: `pass_on` them."""
         return self._workers.passing.leaving(worker, now)
+
+    def unsent(self, worker: str) -> list[str]:
+        """Of the prompts that are read for this decode worker those that may be another's, if it stops."""
+        return self._workers.passing.unsent(worker, self._requests)
+
+    def rename(self, request_id: str, now: float) -> str | None:
+        """The decode worker whose it is from now on, if its reader has not begun to hand it over: on_renamed follows
+        then. None: nobody has pages."""
+        request = self._requests[request_id]
+        better = self._workers.placing.elsewhere(request, now)
+        if better is None:
+            return None
+        self._workers.rename(request, better, now)
+        return request.decode
+
+    def on_renamed(self, request_id: str) -> None:
+        """Nothing of it comes to the worker before."""
+        if request := self._requests.get(request_id):
+            self._workers.end_renaming(request)
 
     def pass_on(self, request_id: str, now: float) -> Move | None:
         """To the worker that reads and decodes this prompt, which is its decode worker from now on; None: there is

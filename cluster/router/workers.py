@@ -68,7 +68,9 @@ class Workers:
     def has_left(self, name: str) -> bool:
         """It drains, and nothing of ours is there or on its way."""
         prefill, decode = self.prefill.accounts.get(name), self.decode.accounts.get(name)
-        if (prefill is not None and prefill.waiting) or (decode is not None and (decode.promised or decode.listed)):
+        if prefill is not None and prefill.waiting:
+            return False
+        if decode is not None and (decode.promised or decode.listed or decode.num_renamed):
             return False
         account = prefill or decode
         return account is not None and account.report.draining
@@ -191,6 +193,19 @@ class Workers:
         self._count_on_link(request)
         self.health.on_placed(request, now)
 
+    def rename(self, request: RoutedRequest, to: DecodeAccount, now: float) -> None:
+        """It belongs to another decode worker, unless its reader has begun to hand it over."""
+        source = self.decode.accounts[request.decode]
+        self.move(request, to, now)
+        request.renamed_from = source.view.name
+        source.num_renamed += 1
+
+    def end_renaming(self, request: RoutedRequest) -> None:
+        """It is known to whom it is handed over, or over."""
+        if request.renamed_from:
+            self.decode.accounts[request.renamed_from].num_renamed -= 1
+            request.renamed_from = ""
+
     def begin_move(self, request: RoutedRequest, to: DecodeAccount, pages: int) -> None:
         """It goes on where it is, and the other worker holds pages for it, too."""
         request.moving_to, request.pages = to.view.name, pages
@@ -228,12 +243,14 @@ class Workers:
         self, request: RoutedRequest, to: DecodeAccount, num_tokens: int, taken_s: float, now: float
     ) -> None:
         """It holds the request's KV: so many tokens' have come, in so long."""
+        self.end_renaming(request)
         if request.prefill != to.view.name and self.prefill.has_both:
             self.handoff_times.note(request.prefill, to.view.name, num_tokens, taken_s, now)
         self.handoff_times.end(request)
 
     def release(self, request: RoutedRequest) -> None:
         """It is over."""
+        self.end_renaming(request)
         self.handoff_times.end(request)
         self.health.on_over(request)
         self.prefill.drop(request)
@@ -273,6 +290,8 @@ class Workers:
         for d in self.decode.accounts.values():
             leaving = [r for r in requests.values() if r.moving_to and r.decode == d.view.name]
             assert d.num_leaving == len(leaving), f"{d.view.name}: {d.num_leaving} leave, not {len(leaving)}"
+            renamed = [r for r in requests.values() if r.renamed_from == d.view.name]
+            assert d.num_renamed == len(renamed), f"{d.view.name}: {d.num_renamed} are another's, not {len(renamed)}"
             for request_id in (*d.promised, *d.listed):
                 at = (requests[request_id].decode, requests[request_id].moving_to)
                 assert d.view.name in at, f"{request_id} is not at {d.view.name}"

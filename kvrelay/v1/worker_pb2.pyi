@@ -23,6 +23,7 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_MOVED: _ClassVar[EventKind]
     EVENT_KIND_MOVE_FAILED: _ClassVar[EventKind]
     EVENT_KIND_TRACE: _ClassVar[EventKind]
+    EVENT_KIND_REASSIGNED: _ClassVar[EventKind]
 
 class FailureCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -54,6 +55,7 @@ EVENT_KIND_HANDED_OFF: EventKind
 EVENT_KIND_MOVED: EventKind
 EVENT_KIND_MOVE_FAILED: EventKind
 EVENT_KIND_TRACE: EventKind
+EVENT_KIND_REASSIGNED: EventKind
 FAILURE_CAUSE_UNSPECIFIED: FailureCause
 FAILURE_CAUSE_STEP: FailureCause
 FAILURE_CAUSE_PEER: FailureCause

@@ -674,6 +674,36 @@ def test_one_that_could_not_be_passed_on_moves_once_it_is_read() -> None:
     assert policy.leaving("d0", 3.0) == ["a"]
 
 
+def test_what_is_read_for_a_worker_that_stops_is_soon_anothers() -> None:
+    policy = cluster("p0", "d0", "d1")
+    for each in ("a", "b"):
+        policy.assign(shape(each, 64, 20), 0.0)
+        policy.on_submitted(each, 1)
+    at = policy._requests["a"].decode
+    assert policy.unsent(at) == [], "it does not stop"
+    policy.on_report(at, Report(made_s=1.0, available_pages=50, draining=True), 1.0)
+    assert policy.unsent(at) == ["a"]
+    other = policy.rename("a", 1.0)
+    assert {at, other} == {"d0", "d1"}
+    assert (policy.unsent(at), policy.workers.has_left(at)) == ([], False), "its KV may come there all the same"
+    policy.check_invariants()
+    policy.on_renamed("a")
+    assert policy.workers.has_left(at)
+    policy.check_invariants()
+
+
+def test_what_was_renamed_too_late_keeps_the_worker_until_it_has_come() -> None:
+    policy = cluster("p0", "d0", "d1")
+    at = assigned(policy.assign(shape("a", 64, 20), 0.0)).decode
+    policy.on_submitted("a", 1)
+    policy.on_report(at, Report(made_s=1.0, available_pages=50, draining=True), 1.0)
+    assert policy.rename("a", 1.0) is not None
+    policy.on_first_token("a", 2.0)
+    assert policy.on_handed_off("a", at, 2.0) is None
+    assert policy.leaving(at, 2.0) == ["a"]
+    policy.check_invariants()
+
+
 def test_prompts_stay_where_nobody_else_could_read_them() -> None:
     policy = cluster("p0", "p1", "d0")
     policy.on_report("p1", Report(made_s=0.0, waiting_tokens=900), 0.0)
@@ -728,7 +758,13 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[st
     for step in range(600):
         now = step / 10
         sent = sorted(i for i in known if policy._requests[i].prefill)
-        match rng.randrange(19):
+        match rng.randrange(20):
+            case 19:
+                for each in policy.unsent(rng.choice(decode)):
+                    policy.rename(each, now)
+                for each in sorted(known):
+                    if rng.random() < 0.5:
+                        policy.on_renamed(each)
             case 17:
                 for each in policy.unread(rng.choice(names), now):
                     policy.pass_on(each, now)

@@ -123,6 +123,32 @@ async def test_chunks_change_while_streams_run(model_dir: ModelDir, expected: li
     replays(tmp_path / "router-0.jsonl", tmp_path / "mixed-0.jsonl")
 
 
+async def test_what_waits_to_be_read_for_a_worker_that_drains_is_anothers(
+    model_dir: ModelDir, expected: list[list[int]]
+) -> None:
+    async with _cluster(model_dir("llama"), prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
+        assert cluster.server is not None
+        gate = Gate(cluster.prefill[0].engine)
+        first = asyncio.create_task(client.generate(random_prompt(60, seed=1), max_tokens=4, timeout_s=60))
+        await gate.reached()  # nothing else is begun
+        [begun] = [live.decode for live in cluster.server.router._dispatcher._live.values()]
+        answers = asyncio.create_task(_ask(client))
+        live = cluster.server.router._dispatcher._live
+        await until(lambda: len(live) == 1 + len(PROMPTS), "all are sent")
+        [other] = {"decode-0", "decode-1"} - {begun}
+        assert sum(each.decode == other for each in live.values()) > 1
+        await client.drain(other)
+        await until(lambda: state_of(cluster, other) == ("decode", "drained"), "it waits for no prompt to be read")
+        gate.open()
+        await first
+        done = await answers
+        await cluster.settled()
+        cluster.check_invariants()
+    assert [list(answer.token_ids) for answer in done] == expected
+    assert {answer.timeline.decode_worker for answer in done if answer.timeline} == {begun}
+    assert [answer.timeline.attempts for answer in done if answer.timeline] == [1] * len(done)
+
+
 async def test_what_another_router_has_on_its_way_is_waited_for(model_dir: ModelDir, expected: list[list[int]]) -> None:
     async with _cluster(model_dir("llama"), prefill=1, decode=2) as cluster, AsyncClient(cluster.endpoint) as client:
         second = await cluster.add_router()
@@ -130,14 +156,13 @@ async def test_what_another_router_has_on_its_way_is_waited_for(model_dir: Model
             gate = Gate(cluster.prefill[0].engine)
             answers = asyncio.create_task(_ask(other))
             await gate.reached()
-            bound = [live.decode for live in second.router._dispatcher._live.values()]
-            assert set(bound) == {"decode-0", "decode-1"}
-            await client.set_role("decode-1", "prefill")
-            await until(lambda: state_of(cluster, "decode-1") == ("decode", "draining"), "it drains")
+            begun = second.router._dispatcher._live[gate.seen[0]].decode
+            await client.set_role(begun, "prefill")
+            await until(lambda: state_of(cluster, begun) == ("decode", "draining"), "it drains")
             await asyncio.sleep(0.5)
-            assert state_of(cluster, "decode-1") == ("decode", "draining"), "nothing runs there, but is on its way"
+            assert state_of(cluster, begun) == ("decode", "draining"), "nothing runs there, but is on its way"
             gate.open()
-            await until(lambda: state_of(cluster, "decode-1") == ("prefill", "ready"), "all have left")
+            await until(lambda: state_of(cluster, begun) == ("prefill", "ready"), "all have left")
             done = await answers
     assert [list(answer.token_ids) for answer in done] == expected
     assert [answer.timeline.attempts for answer in done if answer.timeline] == [1] * len(done)

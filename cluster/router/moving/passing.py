@@ -3,13 +3,16 @@
     leaving -> choose -> on_passed: the other worker reads, and decodes
                     \\-> on_passing_failed: it is read on here, and rests a while
 
-They leave a worker that is about to stop: however long they are, and however many wait there, it is soon empty. Only
+They leave a worker that is about to stop: however long they are, and however many wait there, it is soon empty. What is
+read for one that stops, and not begun, is soon another's (unsent). Only
 one that reads beside what it decodes can take them, for the rest is read in the pages where they are decoded;
 preferably the one that would have decoded them, which has most of the KV by then. Where there is none, they are read to
 their end.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from cluster.router.accounts import DecodeAccount, RoutedRequest
 from cluster.router.candidates.decode import DecodeCandidates
@@ -32,6 +35,14 @@ class Passing:
             return []
         return [request_id for request_id, request in account.waiting.items() if _may_pass(request, now)]
 
+    def unsent(self, name: str, requests: Mapping[str, RoutedRequest]) -> list[str]:
+        """Of the prompts that others read for this decode worker those that may be another's, if it stops."""
+        account = self._decode.accounts.get(name)
+        if account is None or not account.report.draining:
+            return []
+        promised = (requests[request_id] for request_id in account.promised)
+        return [each.shape.id for each in promised if each.prefill != name and _may_be_renamed(each)]
+
     def choose(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
         """Who has pages for it now; None: nobody."""
         if not _may_pass(request, now):
@@ -48,6 +59,15 @@ class Passing:
 
 def _may_pass(request: RoutedRequest, now: float) -> bool:
     """It is read, is not on its way already, rests no more, and nobody suspects it."""
+    return _is_read(request) and now >= request.rests_until_s
+
+
+def _may_be_renamed(request: RoutedRequest) -> bool:
+    """Likewise, and it was not just now."""
+    return _is_read(request) and not (request.renamed_from or request.moving_to)
+
+
+def _is_read(request: RoutedRequest) -> bool:
     is_read = request.seq is not None and not (request.has_first_token or request.is_handed_off)
     is_suspect = request.is_held or request.past.deaths or request.past.died_in
-    return is_read and not (request.is_passing or is_suspect) and now >= request.rests_until_s
+    return is_read and not (request.is_passing or is_suspect)
