@@ -146,6 +146,10 @@ class Controller:
         """Who each has, by pool, the first numbers first; without those that leave."""
         return {pool: self._roster.staying(pool) for pool in self._running.sizes}
 
+    async def size(self, pool: str) -> int:
+        """How many workers it shall have, whoever said so last."""
+        return self._running.sizes.get(pool, 0)
+
     async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
         """Have so many in it. Returns why not; empty if it is so. `takers`: who takes requests, as a router knows, of
         whom each phase must be left one; None: or none."""

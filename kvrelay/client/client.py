@@ -36,6 +36,7 @@ from kvrelay.client.messages import (
     load_from,
     model_from,
     pending_from,
+    pool_from,
     status_from,
 )
 from kvrelay.client.specs import RunningSpec, SpecChange, changes_from, running_from
@@ -48,6 +49,7 @@ from kvrelay.client.types import (
     GenerateOptions,
     KvrelayError,
     PendingWorker,
+    PoolState,
     RouterLoad,
     ServedModel,
 )
@@ -142,6 +144,12 @@ class Client:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force, look=look)
         return pending_from(self._call(stub.Scale, request, _CALL_TIMEOUT_S))
+
+    def pool(self, pool: str) -> PoolState:
+        """How many workers a pool shall have, and those that are on their way. Raises KvrelayError as `scale` does."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ScaleRequest(pool=pool, look=True)
+        return pool_from(self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
     def set_role(self, worker: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
         """Drain a worker and have it be a `prefill`, `decode` or `mixed` worker then; `status` says when it is.
@@ -323,6 +331,12 @@ class AsyncClient:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force, look=look)
         return pending_from(await self._call(stub.Scale, request, _CALL_TIMEOUT_S))
+
+    async def pool(self, pool: str) -> PoolState:
+        """See Client.pool."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ScaleRequest(pool=pool, look=True)
+        return pool_from(await self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
     async def set_role(self, worker: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
         """See Client.set_role."""

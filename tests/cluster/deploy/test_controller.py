@@ -143,6 +143,7 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
         await until(lambda: members["decode-1"].drains)
         assert await controller.scale("decode", 2, None) == ""
         assert await controller.pending("decode") == [], "it comes back"
+        assert await controller.size("decode") == 2
         await until(lambda: members["decode-1"].drains[-1:] == [True])
         assert not killed
 
