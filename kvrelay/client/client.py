@@ -19,6 +19,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ipaddress import IPv6Address
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -457,7 +458,16 @@ def _checked(endpoint: str) -> str:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise KvrelayError("INVALID_ARGUMENT", f"endpoint is {endpoint!r}; give host:port, such as {DEFAULT_ENDPOINT}")
+    if _is_ipv6(host):
+        raise KvrelayError("INVALID_ARGUMENT", f"endpoint is {endpoint!r}; give [{host}]:{port}")
     return endpoint
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return IPv6Address(host).version == 6
+    except ValueError:
+        return False
 
 
 def _grpc_s(timeout_s: float | None) -> float | None:
