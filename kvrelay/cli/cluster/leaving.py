@@ -63,7 +63,9 @@ def wait_until(
             most = max(most, left)
             on_progress(f"{worker}: requests that have left", most - left, most)
     if left and timeout_s:
-        raise CliError(f"{worker} still has {left} requests after {timeout_s:g} s; {still_drains(worker)}", FAILURE)
+        is_left = each is not None and each.state == "drained"
+        stands = "is left by all, and no further" if is_left else f"still has {left} requests"
+        raise CliError(f"{worker} {stands} after {timeout_s:g} s; {still_drains(worker)}", FAILURE)
     return left, round(time.monotonic() - began_s, 1)
 
 

@@ -24,7 +24,9 @@ def standing(state: str, role: str = "decode", running: int = 1, age_s: float = 
 NOBODY = status_from(cluster_pb2.GetStatusResponse())
 
 
-def wait(monkeypatch: pytest.MonkeyPatch, *states: Any, may_end: bool = False, role: str = "decode") -> int:
+def wait(
+    monkeypatch: pytest.MonkeyPatch, *states: Any, may_end: bool = False, role: str = "decode", timeout_s: float = 5.0
+) -> int:
     """The worker stands like these one after another, and like the last of them on and on."""
     script = list(states)
     monkeypatch.setattr(leaving, "POLL_S", 0.0)
@@ -33,7 +35,7 @@ def wait(monkeypatch: pytest.MonkeyPatch, *states: Any, may_end: bool = False, r
     def is_done(each: WorkerState) -> bool:
         return (each.role, each.state) == ((role, "ready") if role != "decode" else (role, "drained")) and not may_end
 
-    return leaving.wait_until(client, "decode-0", is_done, 5.0, show=False, may_end=may_end)[0]
+    return leaving.wait_until(client, "decode-0", is_done, timeout_s, show=False, may_end=may_end)[0]
 
 
 @pytest.mark.parametrize(("role", "may_end"), [("decode", False), ("decode", True), ("prefill", False)])
@@ -53,3 +55,10 @@ def test_one_that_has_not_begun_to_leave_is_waited_for(monkeypatch: pytest.Monke
     assert wait(monkeypatch, standing("ready"), standing("draining"), unheard, standing("drained", running=0)) == 0
     assert wait(monkeypatch, standing("ready"), standing("draining"), standing("ready", "prefill"), role="prefill") == 0
     assert wait(monkeypatch, standing("ready"), standing("drained"), standing("lost"), NOBODY, may_end=True) == 0
+
+
+def test_when_the_time_is_over_no_requests_are_told_of_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CliError, match=r"^decode-0 still has 3 requests after 0\.01 s; decode-0 goes on draining;"):
+        wait(monkeypatch, standing("draining", running=3), timeout_s=0.01)
+    with pytest.raises(CliError, match=r"^decode-0 is left by all, and no further after 0\.01 s; decode-0 goes on"):
+        wait(monkeypatch, standing("drained", running=0), role="prefill", timeout_s=0.01)
