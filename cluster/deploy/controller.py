@@ -146,13 +146,17 @@ class Controller:
         """Who each has, by pool, the first numbers first; without those that leave."""
         return {pool: self._roster.staying(pool) for pool in self._running.sizes}
 
+    async def size(self, pool: str) -> int:
+        """How many workers it shall have, whoever said so last."""
+        return self._running.sizes.get(pool, 0)
+
     async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
         """Have so many in it. Returns why not; empty if it is so. `takers`: who takes requests, as a router knows, of
         whom each phase must be left one; None: or none."""
         kept = self._running.pool(pool)
         if kept is None:
             return f"there is no pool {pool!r} any more"
-        if why := self._why_alone(self._roster.staying(pool)[replicas:], takers):
+        if why := self._why_alone(self._roster.going(pool, replicas), takers):
             return why
         if replicas != self._running.sizes[pool]:
             self._running.resize(pool, replicas, "kvrelay scale")
@@ -184,7 +188,7 @@ class Controller:
         """Have a worker leave. Returns why not, empty if it does; None: there is none of the name, or none any more."""
         if not self._is_kept(name):
             return None
-        if why := self._why_alone([name], takers):
+        if why := self._why_alone([name, *self._stand_ins_beside(name)], takers):
             return why
         self._resize_by(-1, name)
         await self._set_leaving(name, undo=False)
@@ -205,6 +209,12 @@ class Controller:
         is_change = member.is_leaving != (number < 0) and not (number > 0 and self._running.is_rolling)
         if is_change and not member.is_stand_in and member.pool in sizes:
             self._running.resize(member.pool, max(0, sizes[member.pool] + number), "kvrelay drain")
+
+    def _stand_ins_beside(self, name: str) -> list[str]:
+        """Who goes with the last one of a pool."""
+        member = self._roster.member(name)
+        is_last = self._running.sizes.get(member.pool) == 1 and not (member.is_leaving or member.is_stand_in)
+        return self._roster.stand_ins(member.pool) if is_last else []
 
     def _is_kept(self, name: str) -> bool:
         return name in self._roster.worker_names() and not self._roster.member(name).is_gone

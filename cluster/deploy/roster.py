@@ -231,6 +231,14 @@ class Roster:
         """Of a pool, the first numbers first."""
         return [member.name for member in self._pool(pool) if not member.is_leaving and not member.is_stand_in]
 
+    def stand_ins(self, pool: str) -> list[str]:
+        """Of a pool, those that stay while others are replaced."""
+        return [member.name for member in self._pool(pool) if not member.is_leaving and member.is_stand_in]
+
+    def going(self, pool: str, replicas: int) -> list[str]:
+        """Who leaves if it is to have so many. In a pool of none nobody stands in."""
+        return self.staying(pool)[replicas:] + ([] if replicas else self.stand_ins(pool))
+
     @property
     def leaving(self) -> set[str]:
         return {member.name for member in self._members.values() if member.is_leaving}
@@ -250,7 +258,7 @@ class Roster:
         """Have so many in it: the last ones leave, and who leaves comes back before another is added. Returns who is
         added."""
         names = self.staying(pool)
-        for name in names[replicas:]:
+        for name in self.going(pool, replicas):
             self.set_leaving(name)
         missing = max(0, replicas - len(names))
         own = [member for member in self._pool(pool) if not member.is_stand_in]

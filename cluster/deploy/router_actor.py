@@ -90,6 +90,9 @@ class ControllerPools:
         answer: dict[str, list[str]] = await self._ask("pools")
         return answer
 
+    async def size(self, pool: str) -> int:
+        return int(await self._ask("size", pool))
+
     async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
         return str(await self._ask("scale", pool, replicas, takers))
 

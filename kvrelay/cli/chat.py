@@ -98,12 +98,16 @@ def _line() -> str | None:
 
 
 def _turn(to: Place, asked: dict[str, Any], said: list[dict[str, str]], text: str) -> None:
-    """One question and its answer, which join what was said; a question that is refused does not."""
+    """One question and its answer, which join what was said; a question that is refused does not. Raises KvrelayError
+    where the questions come from a program, which hears of it by the exit code."""
     question = {"role": "user", "content": text.rstrip("\n")}
     parts: list[str] = []
     try:
         figures = asyncio.run(_answer(to, asked | {"messages": [*said, question]}, parts))
     except KvrelayError as error:
+        if not sys.stdin.isatty():
+            print(end="\n" if parts else "", flush=True)
+            raise
         note(f"\nerror: {error.message}")
         if error.code == "INVALID_ARGUMENT" or not parts:
             return

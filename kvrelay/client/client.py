@@ -19,6 +19,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ipaddress import IPv6Address
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -36,6 +37,7 @@ from kvrelay.client.messages import (
     load_from,
     model_from,
     pending_from,
+    pool_from,
     status_from,
 )
 from kvrelay.client.specs import RunningSpec, SpecChange, changes_from, running_from
@@ -48,6 +50,7 @@ from kvrelay.client.types import (
     GenerateOptions,
     KvrelayError,
     PendingWorker,
+    PoolState,
     RouterLoad,
     ServedModel,
 )
@@ -142,6 +145,12 @@ class Client:
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
         request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force, look=look)
         return pending_from(self._call(stub.Scale, request, _CALL_TIMEOUT_S))
+
+    def pool(self, pool: str) -> PoolState:
+        """How many workers a pool shall have, and those that are on their way. Raises KvrelayError as `scale` does."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ScaleRequest(pool=pool, look=True)
+        return pool_from(self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
     def set_role(self, worker: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
         """Drain a worker and have it be a `prefill`, `decode` or `mixed` worker then; `status` says when it is.
@@ -324,6 +333,12 @@ class AsyncClient:
         request = cluster_pb2.ScaleRequest(pool=pool, replicas=replicas, force=force, look=look)
         return pending_from(await self._call(stub.Scale, request, _CALL_TIMEOUT_S))
 
+    async def pool(self, pool: str) -> PoolState:
+        """See Client.pool."""
+        stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
+        request = cluster_pb2.ScaleRequest(pool=pool, look=True)
+        return pool_from(await self._call(stub.Scale, request, _CALL_TIMEOUT_S))
+
     async def set_role(self, worker: str, role: str, chunk_tokens: int | None = None, *, force: bool = False) -> None:
         """See Client.set_role."""
         stub = _stub(cluster_pb2_grpc.ClusterStub, self._channel)
@@ -443,7 +458,16 @@ def _checked(endpoint: str) -> str:
     host, _, port = endpoint.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise KvrelayError("INVALID_ARGUMENT", f"endpoint is {endpoint!r}; give host:port, such as {DEFAULT_ENDPOINT}")
+    if _is_ipv6(host):
+        raise KvrelayError("INVALID_ARGUMENT", f"endpoint is {endpoint!r}; give [{host}]:{port}")
     return endpoint
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return IPv6Address(host).version == 6
+    except ValueError:
+        return False
 
 
 def _grpc_s(timeout_s: float | None) -> float | None:

@@ -11,13 +11,16 @@ import grpc
 from kvrelay.client.types import KvrelayError
 
 # How grpc-core words a connection that could not be made, or broke; a server's own UNAVAILABLE never begins so.
-_UNREACHED = ("failed to connect", "connections to all backends failing", "dns resolution failed")
+_UNREACHED = ("failed to connect", "connections to all backends failing")
+_UNRESOLVED = ("errors resolving", "dns resolution failed")
 _NOBODY = "nothing answers at {}; is `kvrelay up` running there?"
+_NAMELESS = "the host of {} has no address that is known here; is its name right?"
 _REACHED = {  # somebody is there, but speaks otherwise
     "wrong_version_number": "{} speaks plain text, not TLS; leave TLS out, or give the router tls",
     "certificate_verify_failed": "the certificate at {} is of no authority that is trusted here; give --tls-ca, or "
     "KVRELAY_TLS_CA",
     "hostname verification": "the certificate at {} is another name's; call the router by the name in its certificate",
+    "http1.x server": "{} speaks HTTP, not gRPC; give the router's port, not its http_port",
     "socket closed": "{} hung up at once: it wants TLS (--tls, --tls-ca), or a certificate of this client (--tls-cert)",
 }
 _BROKEN = (
@@ -51,6 +54,8 @@ def kvrelay_error(
         lowered = message.lower()
         if lowered.startswith(_UNREACHED):
             message = next((say for sign, say in _REACHED.items() if sign in lowered), _NOBODY).format(endpoint)
+        elif lowered.startswith(_UNRESOLVED):
+            message = _NAMELESS.format(endpoint)
         elif lowered.startswith(_BROKEN):
             message = f"the connection to {endpoint} was lost"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and "deadline exceeded" in message.lower():

@@ -24,6 +24,7 @@ from kvrelay.client.types import (
     KvrelayError,
     PairTrouble,
     PendingWorker,
+    PoolState,
     PositionLogprobs,
     Receipt,
     RouterLoad,
@@ -256,6 +257,10 @@ def model_from(info: generate_pb2.GetModelInfoResponse) -> ServedModel:
 
 def pending_from(answer: cluster_pb2.ScaleResponse) -> tuple[PendingWorker, ...]:
     return tuple(_copy(PendingWorker, worker) for worker in answer.pending)
+
+
+def pool_from(answer: cluster_pb2.ScaleResponse) -> PoolState:
+    return PoolState(replicas=answer.replicas, pending=pending_from(answer))
 
 
 def load_from(answer: cluster_pb2.GetLoadResponse) -> RouterLoad:

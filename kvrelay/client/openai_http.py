@@ -29,6 +29,7 @@ CODES = {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIE
 }
 DONE = "[DONE]"
 MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError)  # what is not of this API
+LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError)
 MAX_EVENT_BYTES = 16 << 20
 
 
@@ -98,6 +99,12 @@ class OpenAIServer:
         except aiohttp.ClientConnectorError:
             raise KvrelayError(
                 "UNAVAILABLE", f"nothing answers at {self.base_url}; is a server running there?"
+            ) from None
+        except LOST:
+            raise KvrelayError("UNAVAILABLE", f"the connection to {self.base_url} was lost") from None
+        except aiohttp.ClientResponseError:  # its words hold the headers that we sent, and in them the key
+            raise KvrelayError(
+                "UNAVAILABLE", f"{self.base_url} does not answer as HTTP servers do; is it the gRPC port?"
             ) from None
         except (aiohttp.ClientError, *MALFORMED) as error:
             raise KvrelayError("UNAVAILABLE", f"{self.base_url} answers otherwise: {error!r}") from None

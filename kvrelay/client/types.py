@@ -305,6 +305,14 @@ class PendingWorker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolState:
+    """How far a pool is."""
+
+    replicas: int  # workers that it shall have, whoever asked last
+    pending: tuple[PendingWorker, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerState:
     """A worker as the router sees it."""
 

@@ -103,16 +103,20 @@ def shared_memory(have_bytes: int, ray_bytes: int) -> Finding:
 def ports(spec: ClusterSpec) -> Iterator[Finding]:
     """Those that the spec names, at the address where the first router listens."""
     host = "127.0.0.1" if spec.router.host == "auto" else spec.router.host
+    if why := why_taken(host, 0):
+        mend = "give another, one of this machine"
+        yield Finding(part=PART, name="router.host", verdict="bad", found=f"{host}: {why}", mend=mend)
+        return
     for key in ("port", "http_port", "metrics_port"):
         first = getattr(spec.router, key)
         if not isinstance(first, int) or not first:
             continue
         tried = {port: why_taken(host, port) for port in range(first, first + spec.router.replicas)}
-        name, why = f"router.{key}", next(((port, why) for port, why in tried.items() if why), None)
-        if why is None:
+        name, taken = f"router.{key}", next(((port, why) for port, why in tried.items() if why), None)
+        if taken is None:
             yield Finding(part=PART, name=name, verdict="good", found=", ".join(f"{host}:{port}" for port in tried))
         else:
-            found = f"{host}:{why[0]}: {why[1]}"
+            found = f"{host}:{taken[0]}: {taken[1]}"
             yield Finding(part=PART, name=name, verdict="bad", found=found, mend="give another, or 0 for any free one")
 
 

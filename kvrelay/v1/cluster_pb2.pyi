@@ -96,10 +96,12 @@ class ScaleRequest(_message.Message):
     def __init__(self, pool: _Optional[str] = ..., replicas: _Optional[int] = ..., force: _Optional[bool] = ..., look: _Optional[bool] = ...) -> None: ...
 
 class ScaleResponse(_message.Message):
-    __slots__ = ("pending",)
+    __slots__ = ("pending", "replicas")
     PENDING_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     pending: _containers.RepeatedCompositeFieldContainer[PendingWorker]
-    def __init__(self, pending: _Optional[_Iterable[_Union[PendingWorker, _Mapping]]] = ...) -> None: ...
+    replicas: int
+    def __init__(self, pending: _Optional[_Iterable[_Union[PendingWorker, _Mapping]]] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class PendingWorker(_message.Message):
     __slots__ = ("name", "stage", "reason")

@@ -128,11 +128,13 @@ class Changes:
         return ""
 
     async def run(self) -> None:
-        """For ever: whenever workers are to be brought to a spec, step by step."""
+        """For ever: whenever workers are to be brought to a spec, step by step; or one stands in for nobody."""
         while True:
             try:
                 if self._running.is_rolling:
                     await self._rolling.step(await self._routers_standing())
+                elif any(each.is_stand_in and not each.is_leaving for each in self._roster.workers_now()):
+                    await self._rolling.dismiss(await self._routers_standing())
             except (TimeoutError, RayError) as error:
                 logger.warning("workers are replaced later: %s", " ".join(str(error).split()))
             except Exception:

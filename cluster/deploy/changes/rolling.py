@@ -63,6 +63,21 @@ class Rolling:
             self._running.reason = reason
 
     async def _next(self, routers: Mapping[str, RouterStanding | None]) -> Step:
+        workers, alone = self._look(routers)
+        step = next_step(self._running.sizes, workers, await self._surges(workers), alone)
+        return self._with_room(step, workers, alone)
+
+    async def dismiss(self, routers: Mapping[str, RouterStanding | None]) -> None:
+        """While nobody is replaced, one that stands in has to go, unless it is the only one for a phase."""
+        workers, alone = self._look(routers)
+        for each in workers:
+            is_needed = None in routers.values() or each.name in alone
+            if each.is_stand_in and not each.is_leaving and not (is_needed and self._running.sizes.get(each.pool)):
+                await self._host.let_go(each.name)
+                return  # the next one hears of it
+
+    def _look(self, routers: Mapping[str, RouterStanding | None]) -> tuple[list[Standing], dict[str, str]]:
+        """How all stand, and by worker why it may not leave now."""
         standing = {name: each for name, each in routers.items() if each is not None}
         workers = [self._standing(member, standing) for member in self._roster.workers_now()]
         leaving = self._roster.leaving
@@ -72,8 +87,7 @@ class Rolling:
             for name, router in standing.items()
             if (why := _why_asked_for(each, name, router) or why_alone([each.name], without(router.takers, leaving)))
         }
-        step = next_step(self._running.sizes, workers, await self._surges(workers), alone)
-        return self._with_room(step, workers, alone)
+        return workers, alone
 
     def _with_room(self, step: Step, workers: Sequence[Standing], alone: Mapping[str, str]) -> Step:
         """Where one waits for room on and on, a stand-in makes some, or is the one that waits."""

@@ -82,7 +82,7 @@ def next_step(
         return _stop(failed[0], workers)
     return (
         _grow(sizes, workers)
-        or _wait_for_new(workers)
+        or _wait_for_new(sizes, workers)
         or _shrink(sizes, workers, alone)
         or _renew(sizes, workers, surges, alone)
         or _wait_for_leaving(workers)
@@ -104,9 +104,10 @@ def _grow(sizes: Mapping[str, int], workers: Sequence[Standing]) -> Step | None:
     return None
 
 
-def _wait_for_new(workers: Sequence[Standing]) -> Step | None:
+def _wait_for_new(sizes: Mapping[str, int], workers: Sequence[Standing]) -> Step | None:
     for each in workers:
-        if each.is_current and not each.is_used and not each.is_leaving:
+        is_of_use = not each.is_stand_in or sizes.get(each.pool, 0) > 0
+        if each.is_current and is_of_use and not each.is_used and not each.is_leaving:
             return Wait(f"{each.name} is {each.trouble}")
     return None
 
@@ -124,13 +125,19 @@ def _renew(
     sizes: Mapping[str, int], workers: Sequence[Standing], surges: Mapping[str, bool | None], alone: Mapping[str, str]
 ) -> Step | None:
     """Of all pools with an old one, or a stand-in that is needed no more, the first that can go on."""
-    steps = [step for pool in sizes if (step := _renew_pool(pool, workers, surges.get(pool, False), alone))]
+    steps = [
+        step for pool in sizes if (step := _renew_pool(pool, sizes[pool], workers, surges.get(pool, False), alone))
+    ]
     return min(steps, key=lambda step: (isinstance(step, Stop), isinstance(step, Wait)), default=None)
 
 
-def _renew_pool(pool: str, workers: Sequence[Standing], surge: bool | None, alone: Mapping[str, str]) -> Step | None:
+def _renew_pool(
+    pool: str, size: int, workers: Sequence[Standing], surge: bool | None, alone: Mapping[str, str]
+) -> Step | None:
     staying = [each for each in workers if each.pool == pool and not each.is_leaving]
     stand_ins = [each for each in staying if each.is_stand_in]
+    if stand_ins and not size:
+        return Drain(stand_ins[0].name)  # the pool was scaled to none, though it may be the last one for a phase
     if gone := next((each for each in stand_ins if not each.is_current), None):
         return _let_go(gone, workers, alone)  # made for a spec that is not wanted any more
     old = [each for each in staying if not each.is_current]
@@ -147,6 +154,8 @@ def _let_go(worker: Standing, workers: Sequence[Standing], alone: Mapping[str, s
     others = [each for each in workers if each is not worker and not each.is_leaving and each.model == worker.model]
     for phase in kind_of(worker.role).phases if worker.is_used and not worker.is_unserved else ():
         if not any(phase in kind_of(each.role).phases for each in others):
+            if worker.is_stand_in:  # those that it stood in for do something else by now
+                return Wait(f"{worker.name} stands in, and is the only worker for {phase}")
             reason = (
                 f"{worker.name} is the only worker for {phase}, and there is no room for another one beside it; make "
                 "room, or have a pool for it grow first"

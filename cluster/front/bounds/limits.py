@@ -186,8 +186,8 @@ async def _message(context: Any, stalls: Stalls) -> Any:
 async def refuse(
     context: Any, code: grpc.StatusCode, sentence: str, trailers: Sequence[tuple[str, str]] = ()
 ) -> NoReturn:
-    """End the call; raises grpc's own AbortError."""
-    with suppress(TimeoutError):  # who reads nothing does not read this
+    """End the call; raises grpc's own AbortError, and CancelledError where it is over already."""
+    with suppress(TimeoutError, grpc.aio.InternalError):  # who reads nothing, or has gone, does not read this
         async with asyncio.timeout(REFUSE_S):
             await context.abort(code, sentence, tuple(trailers))
     raise asyncio.CancelledError

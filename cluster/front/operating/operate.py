@@ -33,6 +33,9 @@ class Pools(SpecKeeper, Protocol):
     async def pools(self) -> dict[str, list[str]]:
         """By pool, its workers, those that leave first last; without those that are leaving."""
 
+    async def size(self, pool: str) -> int:
+        """How many workers it shall have."""
+
     async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
         """Returns why not; empty if it is so. `takers`: of a phase that these compute one must be left that does not
         leave; None: whoever is left."""
@@ -126,7 +129,8 @@ class ClusterService:
             raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
         pending = await kept.pending(asked.pool) or self._unheard((await kept.pools())[asked.pool])
         return cluster_pb2.ScaleResponse(
-            pending=[cluster_pb2.PendingWorker(name=name, stage=stage, reason=why) for name, stage, why in pending]
+            pending=[cluster_pb2.PendingWorker(name=name, stage=stage, reason=why) for name, stage, why in pending],
+            replicas=await kept.size(asked.pool),
         )
 
     async def get_spec(self, _: cluster_pb2.GetSpecRequest) -> cluster_pb2.GetSpecResponse:

@@ -16,8 +16,8 @@ HELP = """Have a worker left: routers send it nothing new and move what it decod
 Prompts that it has not read to their end go to mixed workers, which read the rest, and without any are read to the end
 and handed over. Where no other decode worker has pages, requests stay until one has or they end: the command waits
 --timeout seconds. The worker stays drained until --undo, or until its process is started again; with --remove its
-process is ended for good then, and its pool is one smaller. Exit code 1: it still had requests when the time was over;
-it goes on draining.
+process is ended for good then, and its pool is one smaller. Exit code 1: it still had requests when the time was over,
+and goes on draining, or it was taken back.
 
 Examples:
 

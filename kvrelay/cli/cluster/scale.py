@@ -23,7 +23,7 @@ HELP = """Have a pool of so many workers.
 
 New ones are started as the spec has the pool's, and take requests once their weights are loaded. Where there are too
 many the last ones are drained, as by `kvrelay drain`, and ended: no request fails, starts again or is computed twice.
-Exit code 1: it was not done when the time was over; it goes on.
+Exit code 1: it was not done when the time was over, and goes on, or the pool has been told another size since.
 
 Examples:
 
@@ -65,19 +65,27 @@ def scale(
 def _wait(
     client: Client, pool: str, replicas: int, force: bool, timeout_s: float, *, show: bool
 ) -> tuple[PendingWorker, ...]:
-    """Those that are still on their way when the time is over."""
+    """Those that are still on their way when the time is over. Raises CliError once others want another size."""
     until_s = time.monotonic() + timeout_s
     with progress(show=show) as on_progress:
         most = len(pending := client.scale(pool, replicas, force=force))
-        while pending and time.monotonic() < until_s:
+        while (pending := _left(client, pool, replicas, pending)) and time.monotonic() < until_s:
             on_progress(", ".join(map(_standing, pending)), most - len(pending), most)
             time.sleep(POLL_S)
-            try:
-                pending = client.scale(pool, look=True)
-            except KvrelayError as error:  # who keeps the pool begins again, and goes on
-                if error.code != "UNAVAILABLE":
-                    raise
     return pending
+
+
+def _left(client: Client, pool: str, replicas: int, before: tuple[PendingWorker, ...]) -> tuple[PendingWorker, ...]:
+    """`before`: those that were on their way when it was last asked."""
+    try:
+        state = client.pool(pool)
+    except KvrelayError as error:  # who keeps the pool begins again, and goes on
+        if error.code != "UNAVAILABLE":
+            raise
+        return before
+    if state.replicas != replicas:
+        raise CliError(f"{pool} has been told another size since, and goes on to {state.replicas} workers", FAILURE)
+    return state.pending
 
 
 def _standing(worker: PendingWorker) -> str:

@@ -89,6 +89,8 @@ def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
     if not is_local:
         return
     host = "127.0.0.1" if spec.router.host == "auto" else spec.router.host
+    if why := why_taken(host, 0):
+        raise CliError(f"router cannot listen on {host}: {why}; give another --host, one of this machine")
     for flag, first in {"--port": spec.router.port, "--http-port": spec.router.http_port}.items():
         if isinstance(first, int) and first:
             for port in range(first, first + spec.router.replicas):

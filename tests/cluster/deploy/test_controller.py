@@ -143,6 +143,7 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
         await until(lambda: members["decode-1"].drains)
         assert await controller.scale("decode", 2, None) == ""
         assert await controller.pending("decode") == [], "it comes back"
+        assert await controller.size("decode") == 2
         await until(lambda: members["decode-1"].drains[-1:] == [True])
         assert not killed
 
@@ -393,3 +394,24 @@ async def test_a_stand_in_that_does_not_become_ready_ends_it(
         await until(lambda: "decode-1" not in controller._roster)
         assert (await controller.pools())["decode"] == ["decode-0"]
         assert controller._roster.member("decode-0").is_ready
+
+
+async def test_who_stands_in_is_no_reason_to_leave_a_pool_to_nobody(
+    members: dict[str, Member], served: list[WorkerPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By force nobody is left there, and what was being replaced comes to a good end."""
+    takers = {"decode": {"decode-0": True, "decode-1": True}}
+    async with running(launched[0]) as controller:
+        await until(lambda: len(members["router-0"].told[-1:] and members["router-0"].told[-1]) == 2)
+        monkeypatch.setattr(controller, "let_go", lambda name: asyncio.sleep(0.01))
+        assert await controller.roll(["decode"], 1) == ""
+        await until(lambda: "decode-1" in controller._roster and controller._roster.member("decode-1").is_ready)
+        why = "decode-0 and decode-1 are the only workers for decode that take requests"
+        assert (await controller.scale("decode", 0, takers)).startswith(why)
+        assert str(await controller.remove("decode-0", takers)).startswith(why)
+        assert await controller.scale("decode", 0, None) == ""
+        assert [name for name, *_ in await controller.pending("decode")] == ["decode-0", "decode-1"]
+        assert (await settled(controller))["reason"] == ""
+        assert [name for name in controller._roster.worker_names() if name.startswith("decode")] == []
+        assert await controller.scale("decode", 1, None) == ""
+        assert (await controller.pools())["decode"] == ["decode-0"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc._cython.cygrpc import ExecuteBatchError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.front.bounds import limits
@@ -52,6 +53,13 @@ class DeafContext:
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
+
+
+class PastContext(DeafContext):
+    """A call that is over, as by its deadline, and of which nobody here has heard yet."""
+
+    async def abort(self, code: grpc.StatusCode, details: str, trailers: Any = ()) -> None:
+        raise ExecuteBatchError("Failed grpc_call_start_batch")
 
 
 async def refused(call: Any) -> tuple[str, dict[str, str]]:
@@ -350,3 +358,9 @@ class Cable:
         while data := await source.read(65_536):
             if not self._is_cut:
                 sink.write(data)
+
+
+async def test_a_refusal_that_comes_after_the_calls_end_is_no_error() -> None:
+    """Else gRPC writes a traceback into the router's log."""
+    with pytest.raises(asyncio.CancelledError):
+        await limits.refuse(PastContext(), grpc.StatusCode.DEADLINE_EXCEEDED, "it took too long")

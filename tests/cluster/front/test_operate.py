@@ -27,6 +27,9 @@ class Kept:
     async def pools(self) -> dict[str, list[str]]:
         return {"decode": [name for name in ("decode-0", "decode-1") if name not in self.leaving]}
 
+    async def size(self, pool: str) -> int:
+        return len((await self.pools())[pool])
+
     async def scale(self, pool: str, replicas: int, takers: Takers | None) -> str:
         return self._leave((await self.pools())[pool][replicas:], takers)
 
@@ -83,8 +86,9 @@ async def test_the_last_of_a_phase_is_removed_by_force_alone() -> None:
         with pytest.raises(RequestFailed, match="decode-1 is the only worker for decode that takes"):
             await service.drain(last)
         none.force = True
-        pending = (await service.scale(none)).pending
-        assert sorted(each.name for each in pending) == ["decode-0", "decode-1"]
+        answer = await service.scale(none)
+        assert sorted(each.name for each in answer.pending) == ["decode-0", "decode-1"]
+        assert answer.replicas == 0
 
 
 async def test_a_spec_goes_to_who_keeps_it_and_comes_back_as_it_is_kept() -> None:

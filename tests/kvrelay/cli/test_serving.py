@@ -118,6 +118,17 @@ def test_what_is_bad_before_the_start_ends_it_with_nothing_started(
     assert (cluster.num_watched, cluster.is_stopped) == (0, False)
 
 
+@pytest.mark.parametrize("host", ["nohost.invalid", "203.0.113.5"])
+@pytest.mark.parametrize("port", [0, 50051])
+def test_a_host_that_is_not_this_machine_is_what_has_to_change(host: str, port: int) -> None:
+    spec = build(None, SpecChanges(cluster={"model": "m"}, router={"host": host, "port": port}), {}).spec
+    with pytest.raises(
+        CliError, match=f"^router cannot listen on {host}: .*; give another --host, one of this machine"
+    ):
+        serving.check_ports(spec, is_local=True)
+    serving.check_ports(spec, is_local=False)
+
+
 def test_all_is_ended_though_nobody_is_there_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(fail)
     monkeypatch.setattr(sys, "stderr", Gone())

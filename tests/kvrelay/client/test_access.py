@@ -179,6 +179,12 @@ def test_who_speaks_otherwise_is_told_how(details: str, sentence: str) -> None:
     assert ENDPOINT in error.message
 
 
+def test_a_host_without_address_is_told_in_our_words() -> None:
+    said = f"errors resolving {ENDPOINT}: [field:hostname lookup error:address lookup failed: Domain name not found]"
+    error = kvrelay_error(grpc.StatusCode.UNAVAILABLE, said, (), ENDPOINT)
+    assert error.message == f"the host of {ENDPOINT} has no address that is known here; is its name right?"
+
+
 @pytest.mark.parametrize("details", ["Socket closed", "Stream removed (Socket closed)", "recvmsg:Connection reset"])
 def test_a_connection_that_breaks_is_told_as_lost(details: str) -> None:
     error = kvrelay_error(grpc.StatusCode.UNAVAILABLE, details, (), ENDPOINT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 
 import pytest
 
@@ -160,6 +161,27 @@ def test_nobody_there_and_a_lost_server_say_so() -> None:
 def test_an_endpoint_without_host_or_port_is_refused(endpoint: str) -> None:
     with pytest.raises(KvrelayError, match="give host:port"):
         Client(endpoint)
+
+
+def test_an_ipv6_address_wants_brackets() -> None:
+    with pytest.raises(KvrelayError, match=r"endpoint is '::1:51308'; give \[::1\]:51308$"):
+        Client("::1:51308")
+    Client("[::1]:51308").close()
+
+
+class HttpOnly(BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+
+def test_a_server_that_speaks_http_is_told_as_one() -> None:
+    with ThreadingTCPServer(("127.0.0.1", 0), HttpOnly) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        endpoint = f"127.0.0.1:{other.server_address[1]}"
+        with Client(endpoint) as client, pytest.raises(KvrelayError) as refused:
+            client.status()
+        other.shutdown()
+    assert refused.value.message == f"{endpoint} speaks HTTP, not gRPC; give the router's port, not its http_port"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -53,3 +54,28 @@ async def test_so_is_an_event(event: Any) -> None:
 async def test_one_that_says_nothing_is_passed_over() -> None:
     async with answering({}, {"choices": [{}]}) as place:
         assert (await _answer(place, {}, [])).startswith("0 tokens, no text")
+
+
+async def hung_up_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+
+
+async def speaking_http2(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(bytes.fromhex("000000040000000000"))  # SETTINGS, as a gRPC port begins
+    await hung_up_on(reader, writer)
+
+
+@pytest.mark.parametrize(
+    ("serve", "sentence"),
+    [
+        (speaking_http2, "http://127.0.0.1:{} does not answer as HTTP servers do; is it the gRPC port?"),
+        (hung_up_on, "the connection to http://127.0.0.1:{} was lost"),
+    ],
+)
+async def test_one_that_is_no_http_server_is_told_without_the_key_that_it_was_sent(serve: Any, sentence: str) -> None:
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as other:
+        port = other.sockets[0].getsockname()[1]
+        with pytest.raises(KvrelayError) as refused:
+            await _first_model(Place(f"http://127.0.0.1:{port}", key="sk-secret"))
+    assert refused.value.message == sentence.format(port)

@@ -217,6 +217,13 @@ def test_a_port_that_is_taken_is_named() -> None:
     assert verdicts(fitting.ports(asked)) == {"router.port": "good"}
 
 
+@pytest.mark.parametrize("host", ["nohost.invalid", "203.0.113.5"])
+def test_a_host_that_is_not_this_machine_is_named_and_no_port(host: str) -> None:
+    router = {"host": host, "port": 50051, "http_port": 8000}
+    asked = parse_spec({"model": "m", "router": router, "pools": [{"role": "mixed"}]})
+    assert verdicts(fitting.ports(asked)) == {"router.host": "bad"}
+
+
 def test_a_usage_database_elsewhere_that_is_away_is_doubtful_and_its_password_is_not_shown() -> None:
     def found(**router: str) -> list[Finding]:
         return [*fitting.usage_database(parse_spec({"model": "m", "router": router, "pools": [{"role": "mixed"}]}))]

@@ -115,3 +115,18 @@ async def test_a_stand_in_makes_room_for_one_that_waits_for_it() -> None:
         await rolling.step(routers(roster))
         assert running.reason in ("decode-2 is at waiting", "")
     assert host.left == ["decode-1"]
+
+
+async def test_one_that_stands_in_goes_though_nobody_is_replaced_unless_it_is_needed() -> None:
+    host, roster, running, rolling = made()
+    be_ready(roster.member(roster.add("decode", "decode", is_stand_in=True)), running)
+    ready = {each.name: each.incarnation for each in roster.workers_now()}
+    only = {"router-0": RouterStanding({"decode": {"decode-1": True}}, ready)}
+    await rolling.dismiss({"router-0": None})
+    await rolling.dismiss(only)
+    assert host.left == []
+    running.sizes["decode"] = 0
+    await rolling.dismiss(only)
+    running.sizes["decode"] = 1
+    await rolling.dismiss({"router-0": RouterStanding({"decode": {"decode-0": True, "decode-1": True}}, ready)})
+    assert host.left == ["decode-1", "decode-1"]

@@ -233,3 +233,29 @@ def test_a_worker_that_cannot_load_goes_with_its_model_and_one_that_a_router_doe
     assert world.step() == Wait("requests of qwen run at router-0")
     world.alone.clear()
     assert world.step() == Drain("mixed-0")
+
+
+def test_in_a_pool_that_was_scaled_to_none_nobody_stands_in() -> None:
+    """Though it is the only worker for its phase by now, or has yet to load."""
+    for is_used in (True, False):
+        world = World({"prefill": 1, "decode": 2})
+        world.outdate("decode")
+        world.surges = {"decode": True}
+        assert world.step() == Start("decode", is_stand_in=True)
+        world.change("decode-2", is_used=is_used)
+        world.sizes["decode"] = 0
+        world.alone["decode-2"] = "it is alone"
+        for name in ("decode-0", "decode-1"):
+            world.change(name, is_leaving=True)
+        assert world.step() == Drain("decode-2")
+        world.settle()
+        assert world.step() == Done()
+
+
+def test_one_that_stands_in_and_is_the_only_one_for_a_phase_is_waited_with() -> None:
+    world = World({"prefill": 1, "decode": 1})
+    world.start("decode", is_stand_in=True, is_used=True)
+    world.change("decode-0", role="prefill")
+    assert world.step() == Wait("decode-1 stands in, and is the only worker for decode")
+    world.change("decode-0", role="decode")
+    assert world.step() == Drain("decode-1")
