@@ -23,6 +23,7 @@ from threading import Lock
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.sampling.json_schema import checked
 from engine.types import MAX_FORM_CHARS, InvalidRequest, ModelInfo
 
 MAX_CHOICES = 1024
@@ -64,7 +65,7 @@ def _schema(text: str) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict) and schema is not True:
         raise InvalidRequest("structured.json_schema is no object; give a JSON Schema")
-    return "{}" if schema is True else text
+    return "{}" if schema is True else json.dumps(checked(schema))
 
 
 def _lark(text: str) -> str:

@@ -33,6 +33,7 @@ PERSON = {
     "additionalProperties": False,
     "$defs": {"tag": {"type": "string", "pattern": "^[a-z]{1,4}$"}},
 }
+INT64 = {"type": "integer", "minimum": 2**53 - 1, "maximum": 2**63 - 1}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,7 @@ def matches(pattern: str) -> Callable[[str], None]:
 FORMS: dict[str, tuple[str, str, Callable[[str], None]]] = {
     "schema": ("json_schema", json.dumps(PERSON), fits(PERSON)),
     "schema of a choice": ("json_schema", '{"anyOf": [{"type": "boolean"}, {"const": 7}]}', matches("true|false|7")),
+    "schema of large numbers": ("json_schema", json.dumps(INT64), fits(INT64)),
     "regex": ("regex", r"[a-f]{2,4}-(\d{3}|x)", matches(r"[a-f]{2,4}-(\d{3}|x)")),
     "regex with slashes": ("regex", r"/[\w./]{1,3}/\"", matches(r"/[a-zA-Z0-9_./]{1,3}/\"")),
     "choice": ("choice", json.dumps(["yes", "no", 'say "no"\n', "größer"]), matches('yes|no|say "no"\n|größer')),
@@ -131,6 +133,7 @@ def test_tokens_that_break_the_form_are_told_and_nothing_follows(outputs: Struct
         ("json_schema", '{"type": "objec"}', "structured.json_schema cannot be kept: Invalid type: objec"),
         ("json_schema", '{"not": {}}', 'structured.json_schema cannot be kept: Unimplemented keys: ["not"]'),
         ("json_schema", '{"$ref": "#/$defs/x"}', "structured.json_schema cannot be kept: Pointer '/$defs/x' does not"),
+        ("json_schema", '{"enum": [9007199254740993]}', "structured.json_schema.enum.0 is 9007199254740993; numbers"),
         ("json_schema", " " * 131_073, "structured.json_schema has 131073 characters; give at most 131072"),
         ("json_schema", "[" * 100_000, "structured.json_schema cannot be read: "),
         ("regex", "(a", "structured.regex cannot be kept: "),
