@@ -48,3 +48,34 @@ def test_a_number_that_a_double_need_not_hold_is_refused_by_its_place(schema: di
 )
 def test_all_others_stay_as_they_are(schema: dict[str, Any]) -> None:
     assert checked(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ({"exclusiveMinimum": 0}, {"minimum": 1e-22}),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, {"maximum": 0.5, "minimum": 1e-22}),
+        ({"exclusiveMaximum": -12.0}, {"maximum": -12.0000000000001}),
+        ({"exclusiveMinimum": LARGEST}, {"minimum": LARGEST + 1}),
+        ({"exclusiveMinimum": True, "minimum": 5}, {"minimum": 5.00000000000001}),
+        ({"exclusiveMinimum": 5, "minimum": 6}, {"minimum": 6}),
+        ({"exclusiveMaximum": -5, "maximum": -6}, {"maximum": -6}),
+    ],
+)
+def test_a_bound_that_would_be_allowed_is_the_next_number(bounds: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert checked({"items": bounds}) == {"items": kept}
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 0.5},
+        {"exclusiveMinimum": -5, "exclusiveMaximum": 5},
+        {"exclusiveMinimum": False, "minimum": 5},
+        {"exclusiveMinimum": True},
+        {"exclusiveMinimum": "5"},
+        {"exclusiveMinimum": 5, "minimum": "6"},
+    ],
+)
+def test_other_bounds_stay(bounds: dict[str, Any]) -> None:
+    assert checked(dict(bounds)) == bounds

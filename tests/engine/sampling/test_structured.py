@@ -80,6 +80,31 @@ def test_whatever_is_drawn_keeps_the_form_and_ends(form: str, tokenizer: Path, o
         check(reader.decode(walk(outputs, grammar, random.Random(seed))))
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 0},
+        {"exclusiveMinimum": 0, "maximum": 0.5},
+        {"exclusiveMinimum": 2, "exclusiveMaximum": 2.5},
+        {"exclusiveMinimum": 5, "exclusiveMaximum": 5.0000001},
+        {"exclusiveMinimum": -0.5, "exclusiveMaximum": 0},
+        {"exclusiveMinimum": -7.25, "exclusiveMaximum": -7},
+        {"exclusiveMinimum": 0, "maximum": 1, "multipleOf": 0.25},
+        {"allOf": [{"exclusiveMinimum": 3}, {"maximum": 3.5}]},
+        {"exclusiveMinimum": 9, "maximum": 11, "type": "integer"},
+    ],
+    ids=str,
+)
+def test_an_exclusive_bound_is_never_drawn(bounds: dict[str, Any], tokenizer: Path, outputs: StructuredOutputs) -> None:
+    schema = {"type": "number", **bounds}
+    reader, grammar = (
+        Tokenizer.from_file(str(tokenizer / "tokenizer.json")),
+        grammar_of("json_schema", json.dumps(schema)),
+    )
+    for seed in range(40):
+        fits(schema)(reader.decode(walk(outputs, grammar, random.Random(seed))))
+
+
 ADDED: dict[str, tuple[str, str, str]] = {
     "choice": ("choice", '["x<think>y"]', "x<think>y"),
     "regex": ("regex", "<think>[ab]</think>", "<think>[ab]</think>"),
