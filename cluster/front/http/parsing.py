@@ -22,6 +22,8 @@ MOST_CHARS = 1 << 18  # of a call; a longer one is text
 # Mistral's newer: name[ARGS]{...}, and name[CALL_ID]id[ARGS]{...}
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 BETWEEN = re.compile(r"[\s;]*")
+JSON = re.compile(r"\s*[\[{]")
+MOST_ENDS = 32  # in the texts of a call; one with more ends at the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class AnswerParser:
         self._has_begun = False  # something other than space was said
         self._is_bare_call = False
         self._has_called = False  # and said nothing since
+        self._ending = _Ending(marks.tools[1])
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
@@ -68,6 +71,10 @@ class AnswerParser:
     def finish(self) -> list[Part]:
         """What is left, at the answer's end."""
         parts: list[Part] = []
+        while self._state == "called" and self._ending.first >= 0 and not self._calls(self._held):
+            self._end_call(self._ending.first, parts)  # the text that it seemed to stand in never ended
+            while self._step(parts):
+                pass
         if self._state == "called":
             self._close_call(self._held, "", parts)
         elif self._held:
@@ -119,17 +126,22 @@ class AnswerParser:
         return True
 
     def _read_call(self, parts: list[Part]) -> bool:
-        end = self._marks.tools[1]
-        place = self._held.find(end) if end else -1
+        place = self._ending.find(self._held)
         if place < 0:
             return False  # to the answer's end, or until more has come
-        body, self._held = self._held[:place], self._held[place + len(end) :]
-        self._state = "said"
-        self._close_call(body, end, parts)
+        if place != self._ending.first and not self._calls(self._held[:place]):
+            place = self._ending.first
+        self._end_call(place, parts)
         return True
 
+    def _end_call(self, place: int, parts: list[Part]) -> None:
+        end = self._marks.tools[1]
+        body, self._held = self._held[:place], self._held[place + len(end) :]
+        self._state, self._ending = "said", _Ending(end)
+        self._close_call(body, end, parts)
+
     def _close_call(self, body: str, end: str, parts: list[Part]) -> None:
-        calls = calls_of(body, self._texts, self._marks.tools[0])
+        calls = self._calls(body)
         if not calls:
             begin = "" if self._is_bare_call else self._marks.tools[0]
             parts.append(Part("said", begin + body + end))
@@ -137,6 +149,39 @@ class AnswerParser:
         for call in calls:
             self.num_calls += 1
             parts.append(Part("called", call=call))
+
+    def _calls(self, body: str) -> list[ToolCall]:
+        return calls_of(body, self._texts, self._marks.tools[0])
+
+
+class _Ending:
+    """Where a call ends: at the first end mark that stands in no text of its JSON. Looks at each character once."""
+
+    def __init__(self, end: str) -> None:
+        self.first = -1  # end mark, in a text or not
+        self._end = end
+        self._pieces = re.compile(rf'\\["\\]|"|{re.escape(end)}')
+        self._place, self._num_in_texts, self._is_in_text = 0, 0, False
+
+    def find(self, held: str) -> int:
+        """`held`: what it was the last time, and what has come since. -1: not yet."""
+        if not self._end:
+            return -1
+        for piece in self._pieces.finditer(held, self._place):
+            self._place = piece.end()
+            if piece[0] == '"':
+                self._is_in_text = not self._is_in_text and JSON.match(held) is not None
+            elif piece[0] == self._end and (place := self._ends_at(piece.start())) >= 0:
+                return place
+        self._place = max(self._place, len(held) - len(self._end) + 1)
+        return -1
+
+    def _ends_at(self, place: int) -> int:
+        self.first = place if self.first < 0 else self.first
+        if not self._is_in_text:
+            return place
+        self._num_in_texts += 1
+        return -1 if self._num_in_texts <= MOST_ENDS else self.first
 
 
 def _certain(text: str, marks: Sequence[str] | dict[str, Any]) -> int:
