@@ -133,8 +133,10 @@ def _calls(asked: ChatRequest, marks: Marks, codec: TextCodec, *, must_call: boo
     if must_call:
         first = f"{mark.alone}? {body}" if begin == "<|python_tag|>" else f"{mark.alone} {body}"
         rules.append(f"calls: SPACE? {first}" + ("" if is_one else f" (SPACE? {first})*"))
-    else:
+    elif end:
         rules += [f"calls: (until_call {body}){'?' if is_one else '*'} TEXT", mark.after_text.rstrip()]
+    else:
+        rules += [f"calls: until_call {body} | TEXT", mark.after_text.rstrip()]
     return "\n".join(rules) + "\n", grammars
 
 

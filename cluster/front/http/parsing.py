@@ -2,7 +2,8 @@
 
     text --push--> held back while it may begin a mark --> said | thought | in a call, until that is whole --> Parts
 
-A call that cannot be read is text, marks and all: nothing is lost.
+A call that cannot be read is text, marks and all: nothing is lost. So is what stands behind calls if their mark has no
+end.
 """
 
 from __future__ import annotations
@@ -141,14 +142,15 @@ class AnswerParser:
         self._close_call(body, end, parts)
 
     def _close_call(self, body: str, end: str, parts: list[Part]) -> None:
-        calls = self._calls(body)
-        if not calls:
-            begin = "" if self._is_bare_call else self._marks.tools[0]
-            parts.append(Part("said", begin + body + end))
+        begin = self._marks.tools[0]
+        calls, rest = calls_before(body, self._texts, begin)
+        if not calls or (rest and self._marks.tools[1]):
+            calls, rest = [], ("" if self._is_bare_call else begin) + body + end
         self._has_called = bool(calls)
         for call in calls:
             self.num_calls += 1
             parts.append(Part("called", call=call))
+        self._say(rest.lstrip() if calls else rest, parts)
 
     def _calls(self, body: str) -> list[ToolCall]:
         return calls_of(body, self._texts, self._marks.tools[0])
@@ -205,15 +207,25 @@ def texts_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
 
 def calls_of(body: str, texts: frozenset[tuple[str, str]] = frozenset(), begin: str = "") -> list[ToolCall]:
     """None if it cannot be read whole. `begin`: the mark that may begin each."""
+    calls, rest = calls_before(body, texts, begin)
+    return [] if rest else calls
+
+
+def calls_before(body: str, texts: frozenset[tuple[str, str]], begin: str) -> tuple[list[ToolCall], str]:
+    """Those that can be read at its beginning, and what is left. See calls_of."""
+    calls, place = list[ToolCall](), 0
     if len(body) > MOST_CHARS:
-        return []
+        return calls, body
     try:
         if body.lstrip().startswith("<function=") and "</function>" in body:
             found = [(name.strip(), inner) for name, inner in FUNCTION.findall(_until_last(body, "</function>"))]
-            return [ToolCall(name, _xml_arguments(name, inner, texts)) for name, inner in found]
-        return [_call(read) for read in _objects(body, begin)]
+            return [ToolCall(name, _xml_arguments(name, inner, texts)) for name, inner in found], ""
+        for objects, end in _objects(body, begin):
+            calls += [_call(each) for each in objects]
+            place = end
     except (ValueError, KeyError, TypeError, RecursionError):
-        return []
+        return calls, body[place:]
+    return calls, ""
 
 
 def _xml_arguments(function: str, inner: str, texts: frozenset[tuple[str, str]]) -> str:
@@ -255,8 +267,9 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _objects(body: str, begin: str) -> Iterator[Any]:
-    """Objects one after the other, a list of them, or each behind its name, and behind another mark."""
+def _objects(body: str, begin: str) -> Iterator[tuple[list[Any], int]]:
+    """Objects one after the other, a list of them, or each behind its name, and behind another mark; with where they
+    end."""
     decoder, place = json.JSONDecoder(parse_constant=_refuse), 0
     while (place := _behind(body, place)) < len(body):
         if begin and place and body.startswith(begin, place):
@@ -264,9 +277,8 @@ def _objects(body: str, begin: str) -> Iterator[Any]:
         named = NAMED.match(body, place)
         read, place = decoder.raw_decode(body, named.end() if named else place)
         if named:
-            yield {"name": named[1], "arguments": read}
-        else:
-            yield from read if isinstance(read, list) else [read]
+            read = {"name": named[1], "arguments": read}
+        yield read if isinstance(read, list) else [read], place
 
 
 def _behind(body: str, place: int) -> int:

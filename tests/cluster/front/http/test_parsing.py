@@ -138,6 +138,31 @@ CASES = [
         '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
         [("called", "f({})"), ("called", "g({})")],
     ),
+    (
+        MISTRAL,
+        'So: [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]\nDone.',
+        [("said", "So: "), ("called", 'f({"a": 1})'), ("said", "Done.")],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]f[ARGS]{"a": 2}; [TOOL_CALLS]g[ARGS]{"b": NaN}',
+        [("called", 'f({"a": 2})'), ("said", '; [TOOL_CALLS]g[ARGS]{"b": NaN}')],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]',
+        [("said", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]')],
+    ),
+    (
+        LLAMA,
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}\nDone.',
+        [("called", 'f({"a": 1})'), ("said", "Done.")],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {}} or so</tool_call>',
+        [("said", '<tool_call>{"name": "f", "arguments": {}} or so</tool_call>')],
+    ),
     (LLAMA, '{"json": "that is no call"}', [("said", '{"json": "that is no call"}')]),
 ]
 
