@@ -132,6 +132,23 @@ def test_nothing_stands_behind_calls_whose_mark_has_no_end(
         assert not model.takes(asked, call + more)
 
 
+@pytest.mark.parametrize(
+    ("kind", "thoughts"),
+    [("special", ""), ("added", ""), ("texts", ""), ("special", "<think>{</think>"), ("added", "<think>{</think>")],
+)
+def test_a_strict_call_of_llama_keeps_its_schema_without_the_mark(kind: Kind, thoughts: str, tmp_path: Path) -> None:
+    marks = Marks(reasoning=THOUGHTS if thoughts else ("", ""), tools=TOOL_MARKS[2])
+    model, asked = Model(marks, tmp_path, kind), asking(tools=TOOLS)
+    call = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    for before in ("", "\n ", "<|python_tag|>", "x <|python_tag|>"):
+        assert model.takes(asked, thoughts + before + call)
+        assert not model.takes(asked, thoughts + before + call.replace("2", "4"))
+    for text in ("", " ", 'x {"a": 1}', '\n[{"a": 1}]'):
+        assert model.takes(asked, thoughts + text)
+    for text in ('{"a": 1}', '\u00a0\x1c{"name": 1}', "\n" * 20 + call):
+        assert not model.takes(asked, thoughts + text)
+
+
 def test_what_a_function_s_schema_refers_to_is_in_itself(tmp_path: Path) -> None:
     tree = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/leaf"}]}}}
     schema = {**tree, "required": ["next"], "additionalProperties": False, "$defs": {"leaf": {"enum": ["x", 1]}}}
