@@ -100,9 +100,19 @@ def vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int
 
 
 def check_grammar(form: str, grammar: str, tokens: LLTokenizer) -> None:
-    """Raise InvalidRequest for one that means nothing, or costs too much. Takes up to some 100 ms."""
-    if why := LLMatcher.validate_grammar(grammar, tokens, limits=LIMITS):
+    """Raise InvalidRequest for one that means nothing, that no text has, or that costs too much. Takes up to some 100
+    ms."""
+    if why := LLMatcher.validate_grammar(grammar, tokens, limits=LIMITS) or _why_none_begins(grammar, tokens):
         raise InvalidRequest(f"structured.{form} cannot be kept: {_in_a_line(why)}")
+
+
+def _why_none_begins(grammar: str, tokens: LLTokenizer) -> str:
+    """As a worker finds it at an answer's first token; empty: one does."""
+    matcher = LLMatcher(tokens, unforced(grammar), log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    why = matcher.get_error()
+    return "no text has this form; give a rule or reference that ends" if "NoExtensionBias" in why else why
 
 
 def unforced(grammar: str) -> str:

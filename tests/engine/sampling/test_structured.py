@@ -169,6 +169,16 @@ def test_tokens_that_break_the_form_are_told_and_nothing_follows(outputs: Struct
         ("grammar", "", "structured.grammar cannot be read as GBNF: No 'root' rule found"),
         ("grammar", "\n" * 131_072, "structured.grammar has 131072 characters of GBNF; give at most 4096"),
         ("json_schema", "false", "structured.json_schema is no object; give a JSON Schema"),
+        (
+            "grammar",
+            "start: start",
+            "structured.grammar cannot be kept: no text has this form; give a rule or reference",
+        ),
+        (
+            "json_schema",
+            '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+            "structured.json_schema cannot be kept: no text has this form; give a rule or reference that ends",
+        ),
         ("grammar", '{"a": 1}', "structured.grammar cannot be kept: missing field `grammars`"),
     ],
 )
