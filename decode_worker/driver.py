@@ -284,9 +284,8 @@ class DecodeRole:
         if token.error:
             self._host.counters["chunks_failed"] += 1
             self.policy.on_failed(request.id)
-            why, cause = f"{self._name}: {token.error}", failure_cause(token)
-            failed, trace = pb.EVENT_KIND_FAILED, request.trace.told()
-            self._host.streams.event(request.state, failed, reason=why, cause=cause, trace=trace)
+            failed, cause, trace = pb.EVENT_KIND_FAILED, failure_cause(token), request.trace.told()
+            self._host.streams.event(request.state, failed, reason=token.error, cause=cause, trace=trace)
             self.reservations.forget(request)
             return
         self._publish_full_pages(request)

@@ -103,7 +103,7 @@ class PrefillRole:
         params, tokens = read_request(state, self._host.engine.info)
         pool = self._host.pool
         if pages_for(len(tokens), pool.page_size) > pool.num_pages:
-            raise InvalidRequest(f"{self._name}: the prompt of {len(tokens)} tokens needs more pages than exist")
+            raise InvalidRequest(f"the prompt of {len(tokens)} tokens needs more pages than exist")
         request = HeldPrompt(
             state=state,
             link=link,
@@ -413,10 +413,10 @@ class PrefillRole:
 
     def _fail(self, request: HeldPrompt, token: SampledToken) -> None:
         """End a request whose chunk the engine could not compute: the router tries another worker's, if it may help."""
-        failed, cause, reason = pb.EVENT_KIND_FAILED, failure_cause(token), f"{self._name}: {token.error}"
-        request.link.event(request.state, failed, reason=reason, cause=cause, trace=request.told())
+        failed, cause = pb.EVENT_KIND_FAILED, failure_cause(token)
+        request.link.event(request.state, failed, reason=token.error, cause=cause, trace=request.told())
         request.is_cancelled = True
-        self.handoffs.spawn(self._let_go(request, reason))
+        self.handoffs.spawn(self._let_go(request, f"{self._name}: {token.error}"))
 
     async def _hand_off(self, request: HeldPrompt, token_id: int, computed_ns: int) -> None:
         outcome = await self.handoffs.hand_off(request, token_id, computed_ns)

@@ -23,6 +23,7 @@ from threading import Lock
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.sampling.json_schema import checked
 from engine.types import MAX_FORM_CHARS, InvalidRequest, ModelInfo
 
 MAX_CHOICES = 1024
@@ -64,7 +65,7 @@ def _schema(text: str) -> str:
     schema = json.loads(text)
     if not isinstance(schema, dict) and schema is not True:
         raise InvalidRequest("structured.json_schema is no object; give a JSON Schema")
-    return "{}" if schema is True else text
+    return "{}" if schema is True else json.dumps(checked(schema))
 
 
 def _lark(text: str) -> str:
@@ -99,9 +100,19 @@ def vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int
 
 
 def check_grammar(form: str, grammar: str, tokens: LLTokenizer) -> None:
-    """Raise InvalidRequest for one that means nothing, or costs too much. Takes up to some 100 ms."""
-    if why := LLMatcher.validate_grammar(grammar, tokens, limits=LIMITS):
+    """Raise InvalidRequest for one that means nothing, that no text has, or that costs too much. Takes up to some 100
+    ms."""
+    if why := LLMatcher.validate_grammar(grammar, tokens, limits=LIMITS) or _why_none_begins(grammar, tokens):
         raise InvalidRequest(f"structured.{form} cannot be kept: {_in_a_line(why)}")
+
+
+def _why_none_begins(grammar: str, tokens: LLTokenizer) -> str:
+    """As a worker finds it at an answer's first token; empty: one does."""
+    matcher = LLMatcher(tokens, unforced(grammar), log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    why = matcher.get_error()
+    return "no text has this form; give a rule or reference that ends" if "NoExtensionBias" in why else why
 
 
 def unforced(grammar: str) -> str:

@@ -94,7 +94,7 @@ class Peers:
         """A handoff to it came to nothing by this."""
         if not isinstance(error, HandoffError):  # a bug must fail one request, not leave it waiting
             log.error("the handoff of %s to %s broke", request_id, decode.name, exc_info=error)
-            reason = f"{self._host.options.name}: {type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             return Undelivered(reason, pb.FAILURE_CAUSE_PEER, decode.name)
         if isinstance(error, HandoffFailed):  # though its pair stands
             self.health.on_broken(_key(decode), str(error), _now())

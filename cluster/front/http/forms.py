@@ -20,7 +20,10 @@ from cluster.front.tokenizer import TextCodec
 from engine.types import InvalidRequest
 from kvrelay.v1 import generate_pb2
 
-TERMINALS = "TEXT: /(.|\\n)*/\nSPACE: /[ \\n\\r\\t]{1,8}/\n"
+TERMINALS = r"""TEXT: /(.|\n)*/
+PLAIN: /[\s\x1c-\x1f]*([^\s\x1c-\x1f{](.|\n)*)?/
+SPACE: /[ \n\r\t]{1,8}/
+"""  # PLAIN: a text that AnswerParser takes for no call of Llama 3 without its mark
 ANY_ARGUMENTS = {"type": "object"}
 
 
@@ -36,12 +39,11 @@ class _Mark:
     def alone(self) -> str:
         return json.dumps(self.text) if self.token_id is None else f"<[{self.token_id}]>"
 
-    @property
-    def after_text(self) -> str:
-        """Rules, of which the first is `until_NAME`."""
+    def after(self, text: str) -> str:
+        """A terminal. Rules, of which the first is `until_NAME`."""
         if self.token_id is None:
-            return f"until_{self.name}[lazy]: TEXT {self.alone}\n"
-        return f"until_{self.name}: TEXT {self.alone}\n"
+            return f"until_{self.name}[lazy]: {text} {self.alone}\n"
+        return f"until_{self.name}: {text} {self.alone}\n"
 
 
 def chat_form(
@@ -89,7 +91,7 @@ def _thought(marks: Marks, codec: TextCodec, prompt: str) -> str:
         return ""
     close = _mark("thought", end, codec)
     is_thinking = bool(begin) and prompt.rstrip().endswith(begin)
-    inside = f"inside: until_thought SPACE?\n{close.after_text}"
+    inside = f"inside: until_thought SPACE?\n{close.after('TEXT')}"
     if is_thinking:
         return f"thought: inside\n{inside}"
     return f"thought: (SPACE? {_mark('begin', begin, codec).alone} inside)?\n{inside}"
@@ -133,8 +135,12 @@ def _calls(asked: ChatRequest, marks: Marks, codec: TextCodec, *, must_call: boo
     if must_call:
         first = f"{mark.alone}? {body}" if begin == "<|python_tag|>" else f"{mark.alone} {body}"
         rules.append(f"calls: SPACE? {first}" + ("" if is_one else f" (SPACE? {first})*"))
+    elif end:
+        rules += [f"calls: (until_call {body}){'?' if is_one else '*'} TEXT", mark.after("TEXT").rstrip()]
+    elif begin == "<|python_tag|>":
+        rules += [f"calls: SPACE? call | until_call {body} | PLAIN", mark.after("PLAIN").rstrip()]
     else:
-        rules += [f"calls: (until_call {body}){'?' if is_one else '*'} TEXT", mark.after_text.rstrip()]
+        rules += [f"calls: until_call {body} | TEXT", mark.after("TEXT").rstrip()]
     return "\n".join(rules) + "\n", grammars
 
 

@@ -2,7 +2,8 @@
 
     text --push--> held back while it may begin a mark --> said | thought | in a call, until that is whole --> Parts
 
-A call that cannot be read is text, marks and all: nothing is lost.
+A call that cannot be read is text, marks and all: nothing is lost. So is what stands behind calls if their mark has no
+end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ MOST_CHARS = 1 << 18  # of a call; a longer one is text
 # Mistral's newer: name[ARGS]{...}, and name[CALL_ID]id[ARGS]{...}
 NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 BETWEEN = re.compile(r"[\s;]*")
+JSON = re.compile(r"\s*[\[{]")
+MOST_ENDS = 32  # in the texts of a call; one with more ends at the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class AnswerParser:
         self._has_begun = False  # something other than space was said
         self._is_bare_call = False
         self._has_called = False  # and said nothing since
+        self._ending = _Ending(marks.tools[1])
         self.num_calls = 0
 
     def push(self, text: str) -> list[Part]:
@@ -68,6 +72,10 @@ class AnswerParser:
     def finish(self) -> list[Part]:
         """What is left, at the answer's end."""
         parts: list[Part] = []
+        while self._state == "called" and self._ending.first >= 0 and not self._calls(self._held):
+            self._end_call(self._ending.first, parts)  # the text that it seemed to stand in never ended
+            while self._step(parts):
+                pass
         if self._state == "called":
             self._close_call(self._held, "", parts)
         elif self._held:
@@ -119,24 +127,63 @@ class AnswerParser:
         return True
 
     def _read_call(self, parts: list[Part]) -> bool:
-        end = self._marks.tools[1]
-        place = self._held.find(end) if end else -1
+        place = self._ending.find(self._held)
         if place < 0:
             return False  # to the answer's end, or until more has come
-        body, self._held = self._held[:place], self._held[place + len(end) :]
-        self._state = "said"
-        self._close_call(body, end, parts)
+        if place != self._ending.first and not self._calls(self._held[:place]):
+            place = self._ending.first
+        self._end_call(place, parts)
         return True
 
+    def _end_call(self, place: int, parts: list[Part]) -> None:
+        end = self._marks.tools[1]
+        body, self._held = self._held[:place], self._held[place + len(end) :]
+        self._state, self._ending = "said", _Ending(end)
+        self._close_call(body, end, parts)
+
     def _close_call(self, body: str, end: str, parts: list[Part]) -> None:
-        calls = calls_of(body, self._texts, self._marks.tools[0])
-        if not calls:
-            begin = "" if self._is_bare_call else self._marks.tools[0]
-            parts.append(Part("said", begin + body + end))
+        begin = self._marks.tools[0]
+        calls, rest = calls_before(body, self._texts, begin)
+        if not calls or (rest and self._marks.tools[1]):
+            calls, rest = [], ("" if self._is_bare_call else begin) + body + end
         self._has_called = bool(calls)
         for call in calls:
             self.num_calls += 1
             parts.append(Part("called", call=call))
+        self._say(rest.lstrip() if calls else rest, parts)
+
+    def _calls(self, body: str) -> list[ToolCall]:
+        return calls_of(body, self._texts, self._marks.tools[0])
+
+
+class _Ending:
+    """Where a call ends: at the first end mark that stands in no text of its JSON. Looks at each character once."""
+
+    def __init__(self, end: str) -> None:
+        self.first = -1  # end mark, in a text or not
+        self._end = end
+        self._pieces = re.compile(rf'\\["\\]|"|{re.escape(end)}')
+        self._place, self._num_in_texts, self._is_in_text = 0, 0, False
+
+    def find(self, held: str) -> int:
+        """`held`: what it was the last time, and what has come since. -1: not yet."""
+        if not self._end:
+            return -1
+        for piece in self._pieces.finditer(held, self._place):
+            self._place = piece.end()
+            if piece[0] == '"':
+                self._is_in_text = not self._is_in_text and JSON.match(held) is not None
+            elif piece[0] == self._end and (place := self._ends_at(piece.start())) >= 0:
+                return place
+        self._place = max(self._place, len(held) - len(self._end) + 1)
+        return -1
+
+    def _ends_at(self, place: int) -> int:
+        self.first = place if self.first < 0 else self.first
+        if not self._is_in_text:
+            return place
+        self._num_in_texts += 1
+        return -1 if self._num_in_texts <= MOST_ENDS else self.first
 
 
 def _certain(text: str, marks: Sequence[str] | dict[str, Any]) -> int:
@@ -160,15 +207,25 @@ def texts_of(tools: Sequence[Mapping[str, Any]]) -> frozenset[tuple[str, str]]:
 
 def calls_of(body: str, texts: frozenset[tuple[str, str]] = frozenset(), begin: str = "") -> list[ToolCall]:
     """None if it cannot be read whole. `begin`: the mark that may begin each."""
+    calls, rest = calls_before(body, texts, begin)
+    return [] if rest else calls
+
+
+def calls_before(body: str, texts: frozenset[tuple[str, str]], begin: str) -> tuple[list[ToolCall], str]:
+    """Those that can be read at its beginning, and what is left. See calls_of."""
+    calls, place = list[ToolCall](), 0
     if len(body) > MOST_CHARS:
-        return []
+        return calls, body
     try:
         if body.lstrip().startswith("<function=") and "</function>" in body:
             found = [(name.strip(), inner) for name, inner in FUNCTION.findall(_until_last(body, "</function>"))]
-            return [ToolCall(name, _xml_arguments(name, inner, texts)) for name, inner in found]
-        return [_call(read) for read in _objects(body, begin)]
+            return [ToolCall(name, _xml_arguments(name, inner, texts)) for name, inner in found], ""
+        for objects, end in _objects(body, begin):
+            calls += [_call(each) for each in objects]
+            place = end
     except (ValueError, KeyError, TypeError, RecursionError):
-        return []
+        return calls, body[place:]
+    return calls, ""
 
 
 def _xml_arguments(function: str, inner: str, texts: frozenset[tuple[str, str]]) -> str:
@@ -210,8 +267,9 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _objects(body: str, begin: str) -> Iterator[Any]:
-    """Objects one after the other, a list of them, or each behind its name, and behind another mark."""
+def _objects(body: str, begin: str) -> Iterator[tuple[list[Any], int]]:
+    """Objects one after the other, a list of them, or each behind its name, and behind another mark; with where they
+    end."""
     decoder, place = json.JSONDecoder(parse_constant=_refuse), 0
     while (place := _behind(body, place)) < len(body):
         if begin and place and body.startswith(begin, place):
@@ -219,9 +277,8 @@ def _objects(body: str, begin: str) -> Iterator[Any]:
         named = NAMED.match(body, place)
         read, place = decoder.raw_decode(body, named.end() if named else place)
         if named:
-            yield {"name": named[1], "arguments": read}
-        else:
-            yield from read if isinstance(read, list) else [read]
+            read = {"name": named[1], "arguments": read}
+        yield read if isinstance(read, list) else [read], place
 
 
 def _behind(body: str, place: int) -> int:

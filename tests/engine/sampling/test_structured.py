@@ -33,6 +33,7 @@ PERSON = {
     "additionalProperties": False,
     "$defs": {"tag": {"type": "string", "pattern": "^[a-z]{1,4}$"}},
 }
+INT64 = {"type": "integer", "minimum": 2**53 - 1, "maximum": 2**63 - 1}
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,7 @@ def matches(pattern: str) -> Callable[[str], None]:
 FORMS: dict[str, tuple[str, str, Callable[[str], None]]] = {
     "schema": ("json_schema", json.dumps(PERSON), fits(PERSON)),
     "schema of a choice": ("json_schema", '{"anyOf": [{"type": "boolean"}, {"const": 7}]}', matches("true|false|7")),
+    "schema of large numbers": ("json_schema", json.dumps(INT64), fits(INT64)),
     "regex": ("regex", r"[a-f]{2,4}-(\d{3}|x)", matches(r"[a-f]{2,4}-(\d{3}|x)")),
     "regex with slashes": ("regex", r"/[\w./]{1,3}/\"", matches(r"/[a-zA-Z0-9_./]{1,3}/\"")),
     "choice": ("choice", json.dumps(["yes", "no", 'say "no"\n', "größer"]), matches('yes|no|say "no"\n|größer')),
@@ -76,6 +78,31 @@ def test_whatever_is_drawn_keeps_the_form_and_ends(form: str, tokenizer: Path, o
     reader, grammar = Tokenizer.from_file(str(tokenizer / "tokenizer.json")), grammar_of(kind, text)
     for seed in range(8):
         check(reader.decode(walk(outputs, grammar, random.Random(seed))))
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 0},
+        {"exclusiveMinimum": 0, "maximum": 0.5},
+        {"exclusiveMinimum": 2, "exclusiveMaximum": 2.5},
+        {"exclusiveMinimum": 5, "exclusiveMaximum": 5.0000001},
+        {"exclusiveMinimum": -0.5, "exclusiveMaximum": 0},
+        {"exclusiveMinimum": -7.25, "exclusiveMaximum": -7},
+        {"exclusiveMinimum": 0, "maximum": 1, "multipleOf": 0.25},
+        {"allOf": [{"exclusiveMinimum": 3}, {"maximum": 3.5}]},
+        {"exclusiveMinimum": 9, "maximum": 11, "type": "integer"},
+    ],
+    ids=str,
+)
+def test_an_exclusive_bound_is_never_drawn(bounds: dict[str, Any], tokenizer: Path, outputs: StructuredOutputs) -> None:
+    schema = {"type": "number", **bounds}
+    reader, grammar = (
+        Tokenizer.from_file(str(tokenizer / "tokenizer.json")),
+        grammar_of("json_schema", json.dumps(schema)),
+    )
+    for seed in range(40):
+        fits(schema)(reader.decode(walk(outputs, grammar, random.Random(seed))))
 
 
 ADDED: dict[str, tuple[str, str, str]] = {
@@ -131,6 +158,7 @@ def test_tokens_that_break_the_form_are_told_and_nothing_follows(outputs: Struct
         ("json_schema", '{"type": "objec"}', "structured.json_schema cannot be kept: Invalid type: objec"),
         ("json_schema", '{"not": {}}', 'structured.json_schema cannot be kept: Unimplemented keys: ["not"]'),
         ("json_schema", '{"$ref": "#/$defs/x"}', "structured.json_schema cannot be kept: Pointer '/$defs/x' does not"),
+        ("json_schema", '{"enum": [9007199254740993]}', "structured.json_schema.enum.0 is 9007199254740993; numbers"),
         ("json_schema", " " * 131_073, "structured.json_schema has 131073 characters; give at most 131072"),
         ("json_schema", "[" * 100_000, "structured.json_schema cannot be read: "),
         ("regex", "(a", "structured.regex cannot be kept: "),
@@ -141,6 +169,16 @@ def test_tokens_that_break_the_form_are_told_and_nothing_follows(outputs: Struct
         ("grammar", "", "structured.grammar cannot be read as GBNF: No 'root' rule found"),
         ("grammar", "\n" * 131_072, "structured.grammar has 131072 characters of GBNF; give at most 4096"),
         ("json_schema", "false", "structured.json_schema is no object; give a JSON Schema"),
+        (
+            "grammar",
+            "start: start",
+            "structured.grammar cannot be kept: no text has this form; give a rule or reference",
+        ),
+        (
+            "json_schema",
+            '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+            "structured.json_schema cannot be kept: no text has this form; give a rule or reference that ends",
+        ),
         ("grammar", '{"a": 1}', "structured.grammar cannot be kept: missing field `grammars`"),
     ],
 )

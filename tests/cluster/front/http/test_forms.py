@@ -20,7 +20,7 @@ from cluster.front.structured import form_of
 from cluster.front.tokenizer import TextCodec
 from engine.sampling.structured import StructuredOutputs, check_grammar, grammar_of, vocabulary
 from engine.types import InvalidRequest
-from tests.forms import MODEL, byte_tokenizer, walk
+from tests.forms import EOS_ID, MODEL, allowed, byte_tokenizer, walk
 
 ADD = {
     "type": "object",
@@ -64,6 +64,13 @@ class Model:
         parser = AnswerParser(self.marks, finds_calls=asked.may_call, is_thinking=is_thinking)
         return [*parser.push(text), *parser.finish()]
 
+    def takes(self, asked: ChatRequest, text: str) -> bool:
+        """Whether it may be a whole answer."""
+        form = chat_form(asked, self.marks, self.codec, "")
+        assert form is not None
+        constraint = self.outputs.constraint(grammar_of(*form_of(form)))
+        return EOS_ID in allowed(constraint, self.codec.backend.encode(text).ids)
+
 
 def asking(**given: Any) -> ChatRequest:
     return ChatRequest(messages=[Message(role="user", content="x")], **given)
@@ -95,11 +102,51 @@ def test_a_call_that_must_be_is_made(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_strict_calls_may_be_made_or_not_and_keep_their_schemas(kind: Kind, tmp_path: Path) -> None:
-    model = Model(Marks(tools=TOOL_MARKS[0]), tmp_path, kind)
+@pytest.mark.parametrize("tools", TOOL_MARKS, ids=["hermes", "mistral", "llama"])
+def test_strict_calls_may_be_made_or_not_and_keep_their_schemas(
+    tools: tuple[str, str], kind: Kind, tmp_path: Path
+) -> None:
+    model = Model(Marks(tools=tools), tmp_path, kind)
     found = [calls_of(model.answer(asking(tools=TOOLS), seed)) for seed in range(30)]
     assert any(found)
     assert not all(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("tools", "call"),
+    [
+        (TOOL_MARKS[1], '[TOOL_CALLS][{"name": "stop", "arguments": {}}]'),
+        (TOOL_MARKS[2], '<|python_tag|>{"name": "stop", "parameters": {}}'),
+    ],
+    ids=["mistral", "llama"],
+)
+def test_nothing_stands_behind_calls_whose_mark_has_no_end(
+    tools: tuple[str, str], call: str, kind: Kind, tmp_path: Path
+) -> None:
+    model, asked = Model(Marks(tools=tools), tmp_path, kind), asking(tools=TOOLS)
+    assert model.takes(asked, call)
+    assert model.takes(asked, f"So: {call}")
+    assert model.takes(asked, "So: none.")
+    for more in ("\nDone.", "; " + call, call):
+        assert not model.takes(asked, call + more)
+
+
+@pytest.mark.parametrize(
+    ("kind", "thoughts"),
+    [("special", ""), ("added", ""), ("texts", ""), ("special", "<think>{</think>"), ("added", "<think>{</think>")],
+)
+def test_a_strict_call_of_llama_keeps_its_schema_without_the_mark(kind: Kind, thoughts: str, tmp_path: Path) -> None:
+    marks = Marks(reasoning=THOUGHTS if thoughts else ("", ""), tools=TOOL_MARKS[2])
+    model, asked = Model(marks, tmp_path, kind), asking(tools=TOOLS)
+    call = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    for before in ("", "\n ", "<|python_tag|>", "x <|python_tag|>"):
+        assert model.takes(asked, thoughts + before + call)
+        assert not model.takes(asked, thoughts + before + call.replace("2", "4"))
+    for text in ("", " ", 'x {"a": 1}', '\n[{"a": 1}]'):
+        assert model.takes(asked, thoughts + text)
+    for text in ('{"a": 1}', '\u00a0\x1c{"name": 1}', "\n" * 20 + call):
+        assert not model.takes(asked, thoughts + text)
 
 
 def test_what_a_function_s_schema_refers_to_is_in_itself(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.front.answers import ChoiceAnswer
 from cluster.front.http.chat import Marks
-from cluster.front.http.parsing import MOST_CHARS, AnswerParser, Part, calls_of, texts_of
+from cluster.front.http.parsing import MOST_CHARS, MOST_ENDS, AnswerParser, Part, calls_of, texts_of
 from cluster.router.live.requests import ChoiceUpdate
 from engine.types import FinishReason, SamplingParams
 from tests.cluster.front.http.harness import words
@@ -75,6 +75,34 @@ CASES = [
         [("called", r'f({"a": "\ud800"})'), ("called", 'f({"a": "[1e999]"})')],
     ),
     (HERMES, "<tool_call>no call</tool_call>y", [("said", "<tool_call>no call</tool_call>y")]),
+    (
+        HERMES,
+        r'<tool_call>{"name": "f", "arguments": {"x": "a </tool_call> \"</tool_call>"}}</tool_call>'
+        r'<tool_call>{"name": "g", "arguments": {"x": "\\"}}</tool_call>y',
+        [
+            ("called", r'f({"x": "a </tool_call> \"</tool_call>"})'),
+            ("called", r'g({"x": "\\"})'),
+            ("said", "y"),
+        ],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}',
+        [("called", 'f({"x": "</tool_call>"})')],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"no "call</tool_call> <tool_call>{"name": "g", "arguments": {}}</tool_call>y',
+        [("said", '<tool_call>{"no "call</tool_call> '), ("called", "g({})"), ("said", "y")],
+    ),
+    *(
+        (HERMES, text, [("said", text)])
+        for text in (
+            '<tool_call>{"no "call</tool_call>y',
+            '<tool_call>no "call</tool_call>y',
+            '<tool_call>{"name": "f", "arguments": {"x": "a </tool_call> b',
+        )
+    ),
     (HERMES, '<tool_call>{"name": "f"', [("said", '<tool_call>{"name": "f"')]),
     (
         HERMES,
@@ -110,6 +138,31 @@ CASES = [
         '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
         [("called", "f({})"), ("called", "g({})")],
     ),
+    (
+        MISTRAL,
+        'So: [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]\nDone.',
+        [("said", "So: "), ("called", 'f({"a": 1})'), ("said", "Done.")],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS]f[ARGS]{"a": 2}; [TOOL_CALLS]g[ARGS]{"b": NaN}',
+        [("called", 'f({"a": 2})'), ("said", '; [TOOL_CALLS]g[ARGS]{"b": NaN}')],
+    ),
+    (
+        MISTRAL,
+        '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]',
+        [("said", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]')],
+    ),
+    (
+        LLAMA,
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}\nDone.',
+        [("called", 'f({"a": 1})'), ("said", "Done.")],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {}} or so</tool_call>',
+        [("said", '<tool_call>{"name": "f", "arguments": {}} or so</tool_call>')],
+    ),
     (LLAMA, '{"json": "that is no call"}', [("said", '{"json": "that is no call"}')]),
 ]
 
@@ -119,6 +172,30 @@ def test_it_is_the_same_however_it_comes(marks: Marks, text: str, wanted: list[t
     assert told(marks, text, sizes=(1000, 1000)) == wanted
     for seed in range(20):
         assert told(marks, text, sizes=(1, 7), seed=seed) == wanted
+
+
+def test_a_call_is_told_when_it_has_ended() -> None:
+    parser = AnswerParser(HERMES, finds_calls=True)
+    assert parser.push('<tool_call>{"name": "f", "arguments": {"x": "</tool_call>') == []
+    assert parser.push('"}}</tool_call') == []
+    assert joined(parser.push(">")) == [("called", 'f({"x": "</tool_call>"})')]
+    assert joined(parser.push('<tool_call>no "call</tool_call>')) == [("said", '<tool_call>no "call</tool_call>')]
+
+
+@pytest.mark.parametrize("num_ends", [MOST_ENDS, MOST_ENDS + 1])
+def test_so_many_ends_stand_in_a_call_s_texts(num_ends: int) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"x": "' + "</tool_call>" * num_ends + '"}}</tool_call>'
+    kind = "called" if num_ends <= MOST_ENDS else "said"
+    assert [part[0] for part in told(HERMES, text)] == [kind]
+
+
+@pytest.mark.parametrize(
+    "piece", ['<tool_call>{"</tool_call>"', '<tool_call>{"</tool_call>', "</tool_call>", '\\"', "x"]
+)
+def test_a_text_without_an_end_is_looked_through_once(piece: str) -> None:
+    """Some of these would take minutes if each end were tried with all that stands before it."""
+    text = '<tool_call>{"name": "f", "arguments": {"x": "' + piece * (MOST_CHARS // len(piece))
+    assert told(HERMES, text, sizes=(50, 50)) == [("said", text)]
 
 
 def test_a_prompt_that_ended_in_a_thought_goes_on_in_it() -> None:

@@ -1,0 +1,87 @@
+"""checked reads the numbers of a JSON Schema before llguidance does, to which each is a double: what a double need not
+hold is refused by its place, and an exclusive bound that it may break becomes an inclusive one. Annotations (`default`,
+`examples`) are nobody's to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, TypeGuard
+
+from engine.types import InvalidRequest
+
+LARGEST = 2**53 - 1  # a double holds it and all whole numbers below
+LARGEST_INT64 = 2**63 - 1  # llguidance keeps it as a maximum, which many schemas have
+BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+VALUES = ("const", "enum")
+DIGITS = 15  # of a number in decimal, which a double keeps and llguidance reads
+NEXT_TO_0 = Decimal("1e-22")  # llguidance writes no exponents, and its patterns are as deep as a bound has digits
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+WITHIN = ("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "additionalProperties")
+
+
+def checked(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same one, changed in place. Raises InvalidRequest."""
+    for place, part in _parts(schema, "structured.json_schema"):
+        _check_numbers(part, place)
+        _make_inclusive(part, "minimum", "exclusiveMinimum", 1)
+        _make_inclusive(part, "maximum", "exclusiveMaximum", -1)
+    return schema
+
+
+def _parts(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas in it, itself the first, each with its place."""
+    if isinstance(schema, list):
+        for number, each in enumerate(schema):
+            yield from _parts(each, f"{place}.{number}")
+    if not isinstance(schema, dict):
+        return
+    yield place, schema
+    for key, held in schema.items():
+        if key in BY_NAME and isinstance(held, dict):
+            for name, each in held.items():
+                yield from _parts(each, f"{place}.{key}.{name}")
+        elif key in WITHIN:
+            yield from _parts(held, f"{place}.{key}")
+
+
+def _check_numbers(schema: Mapping[str, Any], place: str) -> None:
+    for key in (*BOUNDS, *VALUES):
+        for at, number in _numbers(schema.get(key), f"{place}.{key}"):
+            if abs(number) > LARGEST and (key, number) != ("maximum", LARGEST_INT64):
+                raise InvalidRequest(
+                    f"{at} is {json.dumps(number)[:40]}; numbers beyond {LARGEST} are not kept to the last digit,"
+                    " so ask for a string"
+                )
+
+
+def _numbers(value: Any, place: str) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, int | float):
+        yield place, value
+    elif isinstance(value, list | dict):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(each, f"{place}.{key}")
+
+
+def _make_inclusive(schema: dict[str, Any], inclusive: str, exclusive: str, side: int) -> None:
+    """Of a whole number, if what it allows, which is `side` of it, leads away from 0: llguidance draws the bound itself
+    where the other one is less than 1 away. The number next to it is a bound that is kept."""
+    bound = schema.get(exclusive)
+    if bound is True:  # as in draft 4
+        bound = schema.get(inclusive)
+    given = schema.get(inclusive, bound)
+    if not _is_number(bound) or not _is_number(given) or bound % 1 or bound * side < 0:
+        return
+    del schema[exclusive]
+    schema[inclusive] = max(given * side, _next(int(bound), side) * side) * side
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _next(whole: int, side: int) -> int | float:
+    step = Decimal(10) ** min(0, len(str(abs(whole))) - DIGITS) if whole else NEXT_TO_0
+    number = whole + side * step
+    return int(number) if step == 1 else float(number)

@@ -1,0 +1,81 @@
+"""A schema's numbers are kept to the last digit, or it is refused by the place of one that would not be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.sampling.json_schema import LARGEST, LARGEST_INT64, checked
+from engine.types import InvalidRequest
+
+pytestmark = pytest.mark.unit
+
+LARGE = 1103945372461461511  # whose double is another number
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": LARGE}, "const"),
+        ({"type": "integer", "enum": [1, LARGE]}, "enum.1"),
+        ({"const": [{"a": -LARGE}]}, "const.0.a"),
+        ({"properties": {"enum": {"enum": [LARGE]}}}, "properties.enum.enum.0"),
+        ({"patternProperties": {"^a": {"minimum": LARGE}}}, "patternProperties.^a.minimum"),
+        ({"$ref": "#/$defs/n", "$defs": {"n": {"maximum": LARGEST + 1}}}, "$defs.n.maximum"),
+        ({"definitions": {"n": {"exclusiveMinimum": -LARGE}}}, "definitions.n.exclusiveMinimum"),
+        ({"items": {"exclusiveMaximum": 1e300}}, "items.exclusiveMaximum"),
+        ({"items": [True, {"multipleOf": LARGE}]}, "items.1.multipleOf"),
+        ({"anyOf": [{"additionalProperties": {"const": LARGE}}]}, "anyOf.0.additionalProperties.const"),
+    ],
+)
+def test_a_number_that_a_double_need_not_hold_is_refused_by_its_place(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(schema)
+    assert str(caught.value).startswith(f"structured.json_schema.{place} is ")
+    assert str(caught.value).endswith(f"; numbers beyond {LARGEST} are not kept to the last digit, so ask for a string")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"default": LARGE, "examples": [{"const": LARGE}], "type": "integer"},
+        {"properties": {"const": {"type": "integer"}, "maximum": {"default": LARGE}}, "required": ["const"]},
+        {"enum": ["1103945372461461511", True, None, LARGEST, -LARGEST, 1.5]},
+        {"type": "integer", "minimum": 0, "maximum": LARGEST_INT64},
+        {"const": {"const": "x", "default": 1}},
+    ],
+)
+def test_all_others_stay_as_they_are(schema: dict[str, Any]) -> None:
+    assert checked(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ({"exclusiveMinimum": 0}, {"minimum": 1e-22}),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, {"maximum": 0.5, "minimum": 1e-22}),
+        ({"exclusiveMaximum": -12.0}, {"maximum": -12.0000000000001}),
+        ({"exclusiveMinimum": LARGEST}, {"minimum": LARGEST + 1}),
+        ({"exclusiveMinimum": True, "minimum": 5}, {"minimum": 5.00000000000001}),
+        ({"exclusiveMinimum": 5, "minimum": 6}, {"minimum": 6}),
+        ({"exclusiveMaximum": -5, "maximum": -6}, {"maximum": -6}),
+    ],
+)
+def test_a_bound_that_would_be_allowed_is_the_next_number(bounds: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert checked({"items": bounds}) == {"items": kept}
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 0.5},
+        {"exclusiveMinimum": -5, "exclusiveMaximum": 5},
+        {"exclusiveMinimum": False, "minimum": 5},
+        {"exclusiveMinimum": True},
+        {"exclusiveMinimum": "5"},
+        {"exclusiveMinimum": 5, "minimum": "6"},
+    ],
+)
+def test_other_bounds_stay(bounds: dict[str, Any]) -> None:
+    assert checked(dict(bounds)) == bounds
