@@ -96,7 +96,8 @@ class Reservations:
             if (adapter := adapter_of(request)) is not None:
                 self._host.engine.adapters.check(adapter)
         except (InvalidRequest, AdapterError) as error:
-            return Denied(reason=f"{self._name}: {error}", retryable=False)
+            unable = isinstance(error, AdapterError)
+            return Denied(reason=f"{self._name}: {error}", retryable=False, unable=unable)
         rope = self._host.engine.info.rope
         root, kept = root_of(request, rope), kept_of(request, self._host.pool.page_size)
         hashes = self._host.page_hashes(tokens, root) if kept is None else []

@@ -76,5 +76,5 @@ def _prove(engine: StepRunner, probes: int, reason: str) -> None:
 
 
 def _failed(chunk: Chunk, error: Exception) -> SampledToken:
-    is_own_fault = isinstance(error, AdapterError)
-    return SampledToken(request_id=chunk.request_id, token_id=-1, error=in_short(error), is_own_fault=is_own_fault)
+    is_unable = isinstance(error, AdapterError)
+    return SampledToken(request_id=chunk.request_id, token_id=-1, error=in_short(error), is_unable=is_unable)

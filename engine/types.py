@@ -374,6 +374,7 @@ class SampledToken:
     token_id: int
     error: str = ""
     is_own_fault: bool = False  # the request's: it would fail so at any worker
+    is_unable: bool = False  # the worker, which cannot have the request's adapter
     logprob: TokenLogprob | None = None
     top_logprobs: tuple[TokenLogprob, ...] = field(default=())
     is_given: bool = False

@@ -49,10 +49,12 @@ class Queued:
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """No pages ever; `retryable` says whether another decode worker may do better."""
+    """No pages ever; `retryable` says whether another decode worker may do better. `unable`: it is not, but for this
+    worker, which cannot serve such a request."""
 
     reason: str
     retryable: bool
+    unable: bool = False
 
 
 class LeaseState(StrEnum):

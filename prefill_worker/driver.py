@@ -98,12 +98,16 @@ class PrefillRole:
         state = submit.request
         if self._host.is_stopping or state.request_id in self.requests:
             why = "is stopping" if self._host.is_stopping else f"has {state.request_id} already"
-            self._refuse(link, state, f"{self._name} {why}")
+            self._refuse(link, state, f"{self._name} {why}", pb.FAILURE_CAUSE_ROOM)
             return
         params, tokens = read_request(state, self._host.engine.info)
         pool = self._host.pool
         if pages_for(len(tokens), pool.page_size) > pool.num_pages:
             raise InvalidRequest(f"the prompt of {len(tokens)} tokens needs more pages than exist")
+        if why := self._why_kept_whole(state):
+            is_cut = self._host.engine.num_stages > 1  # else every worker's model is so
+            self._refuse(link, state, why, pb.FAILURE_CAUSE_WORKER if is_cut else pb.FAILURE_CAUSE_REQUEST)
+            return
         request = HeldPrompt(
             state=state,
             link=link,
@@ -125,13 +129,17 @@ class PrefillRole:
         else:
             request.waiting = self.handoffs.spawn(self._enqueue_when_ready(request, needs_pair=needs_pair))
 
+    def _why_kept_whole(self, state: pb.RequestState) -> str:
+        """Why all of its KV must be kept, where it asks for less; empty if it need not be."""
+        if not (state.kv_policy.window_tokens and self._host.engine.why_kept_whole):
+            return ""
+        model, why = self._host.engine.info.architecture, self._host.engine.why_kept_whole
+        return f"kv_policy is given, but {model} {why}; leave it out"
+
     def _keep(self, request: HeldPrompt) -> None:
-        """Note what it keeps of its KV. Raises InvalidRequest where its model keeps all."""
+        """Note what it keeps of its KV."""
         if not request.state.kv_policy.window_tokens:
             return
-        if why := self._host.engine.why_kept_whole:
-            model = self._host.engine.info.architecture
-            raise InvalidRequest(f"kv_policy is given, but {model} {why}; leave it out")
         page_size = self._host.pool.page_size
         request.kept = kept_of(request.state, page_size)
         if request.kept is None:
@@ -180,9 +188,7 @@ class PrefillRole:
         await self.handoffs.settle()
         await self.handoffs.peers.close()
 
-    def _refuse(self, link: RouterLink, state: pb.RequestState, reason: str, *, may_fit: bool = True) -> None:
-        """`may_fit`: another worker may take it."""
-        cause = pb.FAILURE_CAUSE_ROOM if may_fit else pb.FAILURE_CAUSE_REQUEST
+    def _refuse(self, link: RouterLink, state: pb.RequestState, reason: str, cause: pb.FailureCause) -> None:
         link.event(state, pb.EVENT_KIND_FAILED, reason=reason, cause=cause)
         self._host.streams.flush()
 
@@ -215,7 +221,7 @@ class PrefillRole:
             if request.weights is not None:
                 await asyncio.shield(asyncio.wrap_future(request.weights))
         except AdapterError as error:
-            return Undelivered(str(error), pb.FAILURE_CAUSE_REQUEST, "")
+            return Undelivered(str(error), pb.FAILURE_CAUSE_WORKER, "")
         except Exception as error:  # memory, say: it must fail one request, not leave it waiting
             log.exception("the adapter of %s could not be loaded", request.id)
             return Undelivered(f"its adapter: {type(error).__name__}: {error}", pb.FAILURE_CAUSE_STEP, "")
@@ -224,7 +230,8 @@ class PrefillRole:
     def _enqueue(self, request: HeldPrompt) -> None:
         if self._beside is not None and (denied := self._beside.expect(request, stays=request.stays)):
             del self.requests[request.id]
-            self._refuse(request.link, request.state, denied.reason, may_fit=denied.retryable)
+            cause = pb.FAILURE_CAUSE_ROOM if denied.retryable else pb.FAILURE_CAUSE_REQUEST
+            self._refuse(request.link, request.state, denied.reason, cause)
             return
         is_scored = request.params.prompt_logprobs is not None
         is_whole = is_scored or request.mass is not None  # all of it must be read

@@ -151,7 +151,9 @@ def add_token(outputs: pb.Outputs, token: pb.TokenOutput) -> None:
 
 def failure_cause(token: SampledToken) -> pb.FailureCause:
     """Of one that could not be drawn."""
-    return pb.FAILURE_CAUSE_REQUEST if token.is_own_fault else pb.FAILURE_CAUSE_STEP
+    if token.is_own_fault:
+        return pb.FAILURE_CAUSE_REQUEST
+    return pb.FAILURE_CAUSE_WORKER if token.is_unable else pb.FAILURE_CAUSE_STEP
 
 
 def logprobs_to_proto(chosen: TokenLogprob, top: Sequence[TokenLogprob]) -> generate_pb2.PositionLogprobs:

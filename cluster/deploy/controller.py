@@ -91,6 +91,7 @@ class Controller:
         self._is_confirmed = saved is None  # at the first start there is nobody to hear
         self._told: dict[str, list[WorkerEntry]] = {}  # router's incarnation -> what it has taken
         self._told_spec: dict[str, int] = {}  # likewise: the number of the spec that it goes by
+        self._telling: set[asyncio.Task[None]] = set()  # what routers are about to take
         self._watched_s = -math.inf  # when somebody last asked how all stand
         self._tasks: set[asyncio.Task[None]] = set()
         self._awake.start()
@@ -462,18 +463,23 @@ class Controller:
     # the routers
 
     def _tell_routers(self) -> list[asyncio.Task[None]]:
-        """Only a confirmed roster, and each router what it has not taken yet."""
-        tasks = []
+        """Only a confirmed roster, and each router what it has not taken yet. Returns all that is being told: a sign
+        of life may have begun it, of any member."""
         workers, version = self._roster.workers(), self._roster.version
         for name in self._roster.router_names() if self._is_confirmed else ():
             router = self._roster.member(name)
             if router.is_ready and self._told.get(router.incarnation) != workers:
                 self._told[router.incarnation] = workers
-                tasks.append(self._spawn(self._tell_router(name, router.incarnation, version, workers)))
+                self._tell(self._tell_router(name, router.incarnation, version, workers))
             if router.is_ready and self._told_spec.get(router.incarnation, 0) != self._running.number:
                 self._told_spec[router.incarnation] = self._running.number
-                tasks.append(self._spawn(self._tell_spec(name, router.incarnation)))
-        return tasks
+                self._tell(self._tell_spec(name, router.incarnation))
+        return list(self._telling)
+
+    def _tell(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._spawn(work)
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
 
     async def _tell_spec(self, name: str, incarnation: str) -> None:
         try:

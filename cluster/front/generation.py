@@ -86,13 +86,15 @@ class Generation:
         ending: Ending,
         *,
         is_kept: bool = False,
+        is_counted: bool = True,
         shown_special: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Everything of one call, from check to trailers. The client's leaving cancels it, here and at the workers.
 
         `is_kept`: whoever asks keeps what it gets, so that all of it counts as unread to the end. The message goes as
-        soon as it is read, here and in the callers: nothing counts the bytes in it that are no prompt. `shown_special`:
-        special tokens whose text is part of the answer's.
+        soon as it is read, here and in the callers: nothing counts the bytes in it that are no prompt. `is_counted`: it
+        hands the answer's tokens on; else they are not charged. `shown_special`: special tokens whose text is part of
+        the answer's.
         """
         served = self.open_model(request.model)
         router = served.router
@@ -109,6 +111,10 @@ class Generation:
             for i in numbers
         ]
         running = set(numbers)
+
+        def num_given() -> int:
+            return sum(answer.num_tokens for answer in answers) if is_counted else 0
+
         try:
             while running:
                 updates = await submission.updates()
@@ -120,14 +126,14 @@ class Generation:
                         running.discard(update.choice)
                         router.stop_choice(submission, update.choice)
                         if not running:
-                            conclude(response, submission, sum(answer.num_tokens for answer in answers))
-                    meter.deliver(len(response.token_ids))
+                            conclude(response, submission, num_given())
+                    meter.deliver(len(response.token_ids) if is_counted else 0)
                     yield response
                 if not is_kept:
                     router.unread.release(submission, updates)
             call.set_trailing_metadata(trailers(submission))
         finally:
-            ending.num_tokens = sum(answer.num_tokens for answer in answers)
+            ending.num_tokens = num_given()
             self.allowances.take_answer(checked.new.owner, ending.num_tokens, self._clock())
             await self._leave(router, submission, checked.new.owner, meter)
 

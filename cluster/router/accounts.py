@@ -74,6 +74,7 @@ class Past:
     """What a request's earlier attempts have met."""
 
     avoid: frozenset[str] = frozenset()  # workers that failed it; taken only when there is no other
+    unable: frozenset[str] = frozenset()  # workers that cannot serve it, as they say
     failures: int = 0  # attempts of it that have failed
     losses: int = 0  # workers lost while it was there, computed or not
     deaths: tuple[str, ...] = ()  # WorkerView.life of those that may have died of it

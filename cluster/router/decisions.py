@@ -12,7 +12,7 @@ from typing import Literal
 
 from cluster.router.accounts import Past
 
-Cause = Literal["", "step", "peer", "room", "request"]  # whose fault a failure is: worker.proto's FailureCause
+Cause = Literal["", "step", "peer", "room", "request", "worker"]  # whose fault it is: worker.proto's FailureCause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,6 +56,7 @@ CAUSES: dict[int, Cause] = {
     pb.FAILURE_CAUSE_PEER: "peer",
     pb.FAILURE_CAUSE_ROOM: "room",
     pb.FAILURE_CAUSE_REQUEST: "request",
+    pb.FAILURE_CAUSE_WORKER: "worker",
 }
 
 RETRY_AFTER_S = 1.0

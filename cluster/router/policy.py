@@ -44,6 +44,7 @@ from cluster.router.retry import (
     retry_failed,
     retry_for_room,
     retry_lost,
+    retry_past,
     retry_preempted,
 )
 from cluster.router.waiting import WaitingQueue
@@ -338,7 +339,7 @@ class RouterPolicy:
         request = self._requests.get(request_id)
         if request is None or not request.moving_to:
             return
-        if cause == "request":
+        if cause in ("request", "worker"):
             request.refused_by |= {request.moving_to}
         self._workers.on_stays(request, now + (RETRY_S if cause == "room" else REST_S))
 
@@ -492,6 +493,8 @@ class RouterPolicy:
         self._forget(request_id)
         if cause == "request":
             return GiveUp(request_id=request_id, reason=reason, code="INVALID_ARGUMENT")
+        if cause == "worker" and (peer or worker) not in request.past.unable:
+            return self._retry_past(request, reason, peer or worker)
         avoid = {request.decode} if request.has_first_token else {request.prefill, request.decode}
         if cause == "step":
             self.health.on_failed(worker, reason, now)
@@ -507,6 +510,13 @@ class RouterPolicy:
         if request.shape.pair is not None:
             return GiveUp(request_id=request_id, reason=reason)
         return retry_failed(request_id, request.past, reason, frozenset(avoid), self.options.max_attempts)
+
+    def _retry_past(self, request: RoutedRequest, reason: str, unable: str) -> Retry:
+        """By the workers that have not said that they cannot serve it, if there are any."""
+        retry = retry_past(request.shape.id, request.past, reason, unable)
+        if request.shape.pair is not None or self._workers.placing.why_unable(retry.past):
+            return GiveUp(request_id=request.shape.id, reason=reason, code="INVALID_ARGUMENT")
+        return retry
 
     def on_preempted(self, request_id: str) -> Resend:
         """The decode worker gave its pages to others."""

@@ -2,6 +2,7 @@
 up. Arithmetic: RouterPolicy asks, and whoever drives the policy carries it out, live or simulated.
 
     failed    -> Resend at once -> failed -> Resend after 0.1 s, 0.4 s, ... -> failed `max_attempts` times: GiveUp
+    unable    -> Resend at once, to others; each worker says it once, and no attempt is lost by it
     preempted -> Resend at once; it is no failure, however often it happens
     lost      -> Resend at once; it is no failure either. Where the worker may have died of the request, that is a
                  death: after the first it is tried alone, after the second given up for good; a second one counts
@@ -30,6 +31,12 @@ def retry_failed(request_id: str, past: Past, reason: str, avoid: frozenset[str]
     after_s = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
     past = replace(past, avoid=past.avoid | avoid, failures=failures)
     return Resend(request_id=request_id, after_s=after_s, past=past, reason=reason)
+
+
+def retry_past(request_id: str, past: Past, reason: str, worker: str) -> Resend:
+    """That worker cannot serve it, and others may."""
+    past = replace(past, unable=past.unable | {worker})
+    return Resend(request_id=request_id, after_s=0.0, past=past, reason=reason)
 
 
 def retry_for_room(request_id: str, past: Past, reason: str, avoid: frozenset[str]) -> Retry:

@@ -27,7 +27,7 @@ from kv_transfer.decode_side.reservation import (
     ReservationHost,
     ReservingPair,
 )
-from kv_transfer.lease import Ended, Granted, LeaseState, LeaseTable, Queued
+from kv_transfer.lease import Denied, Ended, Granted, LeaseState, LeaseTable, Queued
 from kv_transfer.options import TransferOptions
 from kvrelay.v1 import generate_pb2, worker_pb2
 
@@ -127,7 +127,7 @@ class LeaseKeeper:
         elif isinstance(answer, Queued):
             pair.write(queued=worker_pb2.LeaseQueued(lease_id=reservation.lease_id, reason=answer.reason))
         else:
-            self._deny(reservation, answer.reason, answer.retryable)
+            self._deny(reservation, answer)
 
     def is_live(self, reservation: Reservation) -> bool:
         """Whether it has pages and may fill them."""
@@ -193,14 +193,16 @@ class LeaseKeeper:
         )
         reservation.pair.write(granted=told)
 
-    def _deny(self, reservation: Reservation, reason: str, retryable: bool) -> None:
+    def _deny(self, reservation: Reservation, answer: Denied) -> None:
         self._drop(reservation)
-        denied = worker_pb2.LeaseDenied(lease_id=reservation.lease_id, reason=reason, retryable=retryable)
+        denied = worker_pb2.LeaseDenied(
+            lease_id=reservation.lease_id, reason=answer.reason, retryable=answer.retryable, unable=answer.unable
+        )
         reservation.pair.write(denied=denied)
 
     def _end(self, reservation: Reservation, reason: str) -> None:
         if reservation.incoming is None:
-            self._deny(reservation, reason, retryable=True)  # where the request is still wanted, another has room
+            self._deny(reservation, Denied(reason, retryable=True))  # where it is still wanted, another has room
             self._host.on_lease_released(reservation.request, reason)
             return
         ended = self._table.end(reservation.key, reason, asyncio.get_running_loop().time())

@@ -14,9 +14,10 @@ class HandoffError(Exception):
 class HandoffDenied(HandoffError):
     """The decode worker will not take the request, or had no pages for it in time."""
 
-    def __init__(self, reason: str, *, retryable: bool) -> None:
+    def __init__(self, reason: str, *, retryable: bool, unable: bool = False) -> None:
         super().__init__(reason)
-        self.cause = worker_pb2.FAILURE_CAUSE_ROOM if retryable else worker_pb2.FAILURE_CAUSE_REQUEST
+        denied = worker_pb2.FAILURE_CAUSE_WORKER if unable else worker_pb2.FAILURE_CAUSE_REQUEST
+        self.cause = worker_pb2.FAILURE_CAUSE_ROOM if retryable else denied
 
 
 class HandoffEnded(HandoffDenied):

@@ -178,7 +178,7 @@ class PrefillPair:
         elif kind == "queued":
             handoff.on_queued(body.reason)
         elif kind == "denied":
-            handoff.on_over(HandoffDenied(body.reason, retryable=body.retryable))
+            handoff.on_over(HandoffDenied(body.reason, retryable=body.retryable, unable=body.unable))
         elif kind == "receipt":
             handoff.on_receipt(body)
 

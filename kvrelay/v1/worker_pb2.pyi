@@ -32,6 +32,7 @@ class FailureCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FAILURE_CAUSE_PEER: _ClassVar[FailureCause]
     FAILURE_CAUSE_ROOM: _ClassVar[FailureCause]
     FAILURE_CAUSE_REQUEST: _ClassVar[FailureCause]
+    FAILURE_CAUSE_WORKER: _ClassVar[FailureCause]
 
 class WorkerSpanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -61,6 +62,7 @@ FAILURE_CAUSE_STEP: FailureCause
 FAILURE_CAUSE_PEER: FailureCause
 FAILURE_CAUSE_ROOM: FailureCause
 FAILURE_CAUSE_REQUEST: FailureCause
+FAILURE_CAUSE_WORKER: FailureCause
 WORKER_SPAN_KIND_UNSPECIFIED: WorkerSpanKind
 WORKER_SPAN_KIND_CHUNK: WorkerSpanKind
 WORKER_SPAN_KIND_LEASE: WorkerSpanKind
@@ -607,14 +609,16 @@ class LeaseQueued(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class LeaseDenied(_message.Message):
-    __slots__ = ("lease_id", "reason", "retryable")
+    __slots__ = ("lease_id", "reason", "retryable", "unable")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     RETRYABLE_FIELD_NUMBER: _ClassVar[int]
+    UNABLE_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     reason: str
     retryable: bool
-    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ...) -> None: ...
+    unable: bool
+    def __init__(self, lease_id: _Optional[int] = ..., reason: _Optional[str] = ..., retryable: _Optional[bool] = ..., unable: _Optional[bool] = ...) -> None: ...
 
 class LeaseEnded(_message.Message):
     __slots__ = ("lease_id", "reason")

@@ -12,7 +12,9 @@ from decode_worker.driver import DecodeRole
 from decode_worker.options import DecodeOptions
 from decode_worker.policy import DecodePolicy
 from decode_worker.reservations import ANY_MOVE, Reservations
+from engine.adapters.files import AdapterError
 from engine.pages.pool import PagePool, page_hashes
+from engine.types import Adapter
 from kv_transfer.lease import Denied, Granted
 from kv_transfer.options import TransferOptions
 from kvrelay.v1 import generate_pb2
@@ -84,6 +86,19 @@ async def test_what_no_router_sends_is_denied_for_good(request_state: pb.Request
     assert isinstance(answer, Denied)
     assert sentence in answer.reason
     assert not answer.retryable
+    assert not answer.unable
+
+
+async def test_an_adapter_that_it_cannot_have_is_no_fault_of_the_request() -> None:
+    def check(_: Adapter) -> None:
+        raise AdapterError("adapter 'sql' cannot be served: its directory has no adapter_config.json")
+
+    reservations = await make_reservations()
+    reservations._host.engine.adapters = SimpleNamespace(check=check)  # type: ignore[assignment]
+    adapted = state([1, 2, 3])
+    adapted.adapter.name = "sql"
+    why = "decode-0: adapter 'sql' cannot be served: its directory has no adapter_config.json"
+    assert reservations.reserve(adapted) == Denied(reason=why, retryable=False, unable=True)
 
 
 async def test_a_reservation_has_the_priority_of_its_request() -> None:

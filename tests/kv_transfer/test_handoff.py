@@ -371,14 +371,17 @@ async def test_queued_reservation_of_a_lost_sender_is_dropped() -> None:
         await decode.host.until(lambda: len(decode.host.released) == 1)
 
 
-async def test_denied() -> None:
+@pytest.mark.parametrize(
+    ("unable", "cause"), [(False, worker_pb2.FAILURE_CAUSE_REQUEST), (True, worker_pb2.FAILURE_CAUSE_WORKER)]
+)
+async def test_denied(unable: bool, cause: worker_pb2.FailureCause) -> None:
     async with decode_side(options()) as decode:
         peer = await connect(decode, options(), random_memory(50, seed=1))
-        decode.host.answer = lambda _: Denied("99 pages wanted, 37 there", retryable=False)
+        decode.host.answer = lambda _: Denied("99 pages wanted, 37 there", retryable=False, unable=unable)
         handoff = peer.reserve(request("a", 8), on_stalled=no_stall)
         with pytest.raises(HandoffDenied, match="99 pages wanted") as denied:
             await handoff.granted()
-        assert denied.value.cause == worker_pb2.FAILURE_CAUSE_REQUEST
+        assert denied.value.cause == cause
         await peer.close()
 
 

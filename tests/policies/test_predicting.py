@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from cluster.router.accounts import Past, Report, RequestShape, WorkerView
 from cluster.router.decisions import Assigned, Move
 from cluster.router.moving.moving import Moving
 from cluster.router.options import RouterOptions
-from cluster.router.placing.predicting import token_s
+from cluster.router.placing.predicting import is_slow, tightest_s, token_s
 from cluster.router.policy import RouterPolicy
 from engine.pages.news import PageNews
 from engine.pages.pool import page_hashes
@@ -89,6 +90,20 @@ def test_who_wants_short_steps_is_not_joined_by_who_would_make_them_longer() -> 
     assert placed(policy, patient) == ("m1", "m1")
     policy.on_finished("hurried")
     assert placed(policy, replace(patient, id="next")) == ("m0", "m0")
+
+
+def test_who_wants_what_nobody_could_have_keeps_no_worker_for_itself() -> None:
+    policy = policy_with("m0", "m1", m1=BUSY)
+    assert placed(policy, shape("absurd", slo_tpot_s=1e-6)) == ("m0", "m0")
+    policy.on_first_token("absurd", 1.0)
+    assert placed(policy, shape("usual", 90_000, slo_ttft_s=60.0, slo_tpot_s=0.1)) == ("m0", "m0")
+    account = policy.workers.decode.accounts["m0"]
+    assert (account.tightest_s, tightest_s(account)) == (1e-6, 0.1)
+    assert not is_slow(account)
+    assert "m0" not in policy.unsettled()
+    policy.on_finished("usual")
+    assert tightest_s(account) == math.inf
+    assert placed(policy, shape("next")) == ("m0", "m0")
 
 
 def test_a_worker_that_reads_no_prompts_beside_answers_is_given_none() -> None:
@@ -228,7 +243,7 @@ def moves_at_random(seed: int) -> tuple[int, list[Move]]:
     policy.on_worker_up(WorkerView(name="d1", role="decode", total_pages=PAGES, page_size=page_size), 0.0)
     ids = [f"r{i}" for i in range(rng.randrange(2, 12))]
     for each in ids:
-        running(policy, each, slo_tpot_s=rng.choice((0.0, 0.006, 0.012)))
+        running(policy, each, slo_tpot_s=rng.choice((0.0, 0.001, 0.006, 0.012)))
     for name in ("d1", "d2", "d3", "d0"):
         costs = rng.choice((COSTS, COSTS, replace(COSTS, fixed_s=9e-3), replace(COSTS, context_token_s=1e-5), None))
         batch, pages = rng.choice((1, 6, 12)), rng.choice((0, 9, 30, PAGES))
@@ -325,6 +340,6 @@ def test_in_pipeline_stages_what_waits_goes_faster_and_passes_hold_fewer() -> No
         policy = policy_with("p0", "m0", m0=BUSY, p0=late, num_stages=stages)
         assert placed(policy, request) == (read_at, "m0")
     full = {"num_running": 1200, "available_pages": 0}  # steps of 23 ms with all of them in one
-    for stages, is_slow in ((1, True), (4, False)):
+    for stages, is_longer in ((1, True), (4, False)):
         policy = policy_with("p0", "d0", d0=full, num_stages=stages)
-        assert (token_s(policy.workers.decode.accounts["d0"]) > 0.015) == is_slow
+        assert (token_s(policy.workers.decode.accounts["d0"]) > 0.015) == is_longer

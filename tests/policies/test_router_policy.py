@@ -21,7 +21,7 @@ from worker.roles import ROLES
 pytestmark = pytest.mark.unit
 
 PAGE = 16
-CAUSES: tuple[Cause, ...] = ("", "step", "step", "peer", "room")
+CAUSES: tuple[Cause, ...] = ("", "step", "step", "peer", "room", "worker")
 
 
 def cluster(*names: str, pages: int = 100, options: RouterOptions | None = None) -> RouterPolicy:
@@ -752,6 +752,7 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[st
 
     def submit(choice: Assigned) -> None:
         assert {choice.prefill, choice.decode} <= up
+        assert not {choice.prefill, choice.decode} & policy._requests[choice.request_id].past.unable
         seqs[choice.prefill] += 1
         policy.on_submitted(choice.request_id, seqs[choice.prefill])
 
@@ -800,6 +801,7 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[st
                         rng.randrange(1, 150),
                         page_hashes=page_hashes(prompt, PAGE),
                         died_in=rng.choice(("", "", "prefill", "decode")),
+                        unable=frozenset(rng.sample(names, rng.choice((0, 0, 1, 2)))),
                     ),
                     now,
                     is_resent=rng.random() < 0.2,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from cluster.router.accounts import WorkerView
-from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Resend
+from cluster.router.accounts import Report, WorkerView
+from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Resend, Unavailable
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from cluster.router.retry import MAX_LOSSES
@@ -84,6 +86,81 @@ def test_kv_that_went_to_a_worker_lost_meanwhile_is_made_again() -> None:
     retry = policy.on_handed_off("a", "d0", 0.0)
     assert isinstance(retry, Resend)
     assert retry.reason == "d0 was lost after it had taken the KV"
+    policy.check_invariants()
+
+
+def unable(policy: RouterPolicy, request_id: str, worker: str, peer: str = "") -> Resend | GiveUp:
+    why = f"{peer or worker}: cannot"
+    return policy.on_failed(request_id, why, 0.0, worker=worker, cause="worker", peer=peer)
+
+
+def test_a_request_that_a_worker_cannot_serve_goes_to_others_at_once_and_loses_no_attempt_by_it() -> None:
+    policy = cluster("p0", "p1", "d0", "d1", options=RouterOptions(max_attempts=1))
+    assert (sent(policy).prefill, policy._requests["a"].decode) == ("p0", "d0")
+    retry = unable(policy, "a", "p0")
+    assert isinstance(retry, Resend)
+    assert retry.past.unable == {"p0"}
+    assert (retry.after_s, retry.past.failures, retry.past.losses) == (0.0, 0, 0)
+    again = assigned(policy.assign(replace(shape("a#2"), past=retry.past), 0.0, is_resent=True))
+    assert (again.prefill, again.decode) == ("p1", "d0")
+    retry = unable(policy, "a#2", "p1", peer="d0")
+    assert isinstance(retry, Resend)
+    again = assigned(policy.assign(replace(shape("a#3"), past=retry.past), 0.0, is_resent=True))
+    assert (again.prefill, again.decode) == ("p1", "d1")
+    policy.check_invariants()
+
+
+@pytest.mark.parametrize(("worker", "peer"), [("p1", ""), ("p0", "d0")])
+def test_a_request_that_nobody_can_serve_is_refused_as_the_last_one_says(worker: str, peer: str) -> None:
+    policy = cluster("p0", "p1", "d0")
+    assigned(policy.assign(shape("a", unable=frozenset({"p0"} if worker == "p1" else ())), 0.0))
+    given_up = GiveUp(request_id="a", reason=f"{peer or worker}: cannot", code="INVALID_ARGUMENT")
+    assert unable(policy, "a", worker, peer) == given_up
+    policy.check_invariants()
+
+
+def test_a_worker_that_says_twice_that_it_cannot_serve_a_request_costs_an_attempt() -> None:
+    policy = cluster("p0", "p1", "d0", options=RouterOptions(max_attempts=1))
+    assigned(policy.assign(shape("a", unable=frozenset({"p0"})), 0.0))
+    given_up = unable(policy, "a", "p0")
+    assert isinstance(given_up, GiveUp)
+    assert given_up.code == "UNAVAILABLE"
+
+
+def test_what_waits_for_a_worker_that_can_serve_it_does_not_outlast_that() -> None:
+    policy = cluster("p0", "p1", "d0", options=RouterOptions(max_backlog_tokens=10))
+    one = frozenset({"p0"})
+    assigned(policy.assign(shape("a", unable=one), 0.0))
+    assert isinstance(policy.assign(shape("b", unable=one), 0.0), Queued)
+    assert isinstance(policy.assign(shape("c"), 0.0), Queued)
+    [resent, given_up] = policy.on_worker_lost("p1", "it died", 1.0)
+    assert (resent.request_id, given_up.request_id) == ("a", "b")
+    reason = "p1 is lost: it died, and p0 cannot serve it, and there is no other prefill worker; try again later"
+    assert given_up == GiveUp(request_id="b", reason=reason)
+    assert isinstance(policy.assign(shape("a#2", unable=one), 1.0, is_resent=True), Unavailable)
+    policy.check_invariants()
+
+
+def test_what_only_a_worker_could_hold_that_cannot_serve_it_does_not_wait() -> None:
+    policy = cluster("p0", "d0", pages=4)
+    policy.on_worker_up(WorkerView(name="d1", role="decode", total_pages=100, page_size=PAGE), 0.0)
+    refused = policy.assign(shape("a", 60, 40, unable=frozenset({"d1"})), 0.0, is_resent=True)
+    assert isinstance(refused, Unavailable)
+    assert "the largest decode worker holds 64" in refused.reason
+
+
+def test_a_running_request_does_not_move_again_to_a_worker_that_cannot_serve_it() -> None:
+    policy = cluster("p0", "d0", "d1", "d2")
+    assert sent(policy).decode == "d0"
+    policy.on_first_token("a", 0.0)
+    policy.on_handed_off("a", "d0", 0.0)
+    policy.on_report("d0", Report(made_s=1.0, draining=True, request_ids=frozenset({"a"})), 1.0)
+    for now, target in ((1.0, "d1"), (60.0, "d2")):
+        move = policy.move("a", 40, now)
+        assert move is not None
+        assert move.to == target
+        policy.on_move_failed("a", now, "worker")
+    assert policy.move("a", 40, 120.0) is None
     policy.check_invariants()
 
 

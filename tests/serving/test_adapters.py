@@ -183,6 +183,18 @@ async def test_one_that_only_the_decode_worker_lacks_is_told_before_a_token(
     assert str(failed.value).endswith("decode-0: adapter 'odd' cannot be served: it has no such directory")
 
 
+async def test_workers_that_can_serve_none_leave_them_to_others(
+    model_dir: ModelDir, adapters: dict[str, str], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = cluster_of(model_dir("llama"), adapters, prefill=2, decode=2)
+    async with cluster, AsyncClient(cluster.endpoint) as client:
+        for worker in (cluster.prefill[0], cluster.decode[0]):
+            monkeypatch.setattr(worker.engine.adapters, "_why_none", "its workers have tensor_parallel 2; give 1")
+        assert tokens_of(await ask_all(client)) == wanted
+        await cluster.settled()
+        cluster.check_invariants()
+
+
 async def test_answers_go_on_where_another_ones_adapter_is_loaded(
     model_dir: ModelDir, adapters: dict[str, str], wanted: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

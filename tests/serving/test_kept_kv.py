@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cluster.deploy.local import LocalCluster
+from engine.engine import Engine
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import Completion, KvrelayError
 from tests.greedy import eager_model
@@ -241,3 +242,19 @@ async def test_models_that_keep_all(kind: str, why: str, model_dir: ModelDir) ->
         await generated(client, PROMPTS[:1])
         await cluster.settled()
         cluster.check_invariants()
+
+
+async def test_workers_in_stages_leave_them_to_others(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with (
+        cluster_of(model_dir("llama"), prefill=2) as cluster,
+        AsyncClient(cluster.endpoint) as client,
+    ):
+        cut, whole = (worker.engine for worker in cluster.prefill)
+        monkeypatch.setattr(Engine, "num_stages", property(lambda engine: 2 if engine is cut else 1))
+        cut.__dict__.pop("why_kept_whole", None)
+        assert tokens_of(await generated(client, PROMPTS, **SINKS)) == wanted(model_dir, SINKS)
+        whole.__dict__["why_kept_whole"] = cut.why_kept_whole
+        monkeypatch.setattr(Engine, "num_stages", 2)
+        with pytest.raises(KvrelayError, match="is cut in pipeline stages") as refused:
+            await generated(client, PROMPTS[:1], **SINKS)
+        assert refused.value.code == "INVALID_ARGUMENT"

@@ -41,9 +41,11 @@ class Answer(ABC):
         asked: Sampled,
         requests: Sequence[generate_pb2.GenerateRequest],
         *,
+        shows_tokens: bool = True,
         shown_special: frozenset[int] = frozenset(),
     ) -> None:
-        """`requests`: one for each prompt. `shown_special`: special tokens whose text is wanted."""
+        """`requests`: one for each prompt. `shows_tokens`: those of the answer; else `shown` leaves none.
+        `shown_special`: special tokens whose text is wanted."""
         self.asked = asked
         self.served = generation.catalog.probably(asked.model or "")
         self.names = TokenNames(self.served.codec, by_id=bool(asked.return_tokens_as_token_ids))
@@ -51,6 +53,7 @@ class Answer(ABC):
         self._generation = generation
         self._call = call
         self._requests = requests
+        self._shows_tokens = shows_tokens
         self._shown_special = shown_special
         self._head = {
             "id": f"{self.prefix}-{call.request_id}",
@@ -106,7 +109,12 @@ class Answer(ABC):
             if number:  # the first is counted as the call itself
                 generation.begin_call()
             parts = generation.responses(
-                request, self._call, ending, is_kept=is_kept, shown_special=self._shown_special
+                request,
+                self._call,
+                ending,
+                is_kept=is_kept,
+                is_counted=self._shows_tokens,
+                shown_special=self._shown_special,
             )
             async with aclosing(parts) as responses:
                 async for response in responses:

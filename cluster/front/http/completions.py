@@ -25,8 +25,8 @@ class CompletionAnswer(Answer):
         requests = list(proto_prompts(asked, call.request_id))
         served = generation.catalog.probably(asked.model or "")
         special = _special(served) if not asked.skip_special_tokens else frozenset[int]()
-        super().__init__(generation, call, asked, requests, shown_special=special)
-        self._echoes_alone = asked.echoes_alone
+        shows_tokens = not asked.echoes_alone
+        super().__init__(generation, call, asked, requests, shows_tokens=shows_tokens, shown_special=special)
         echoes = [_text(served, prompt) if asked.echo else "" for prompt in asked.prompts()]
         self._tellers = [
             CompletionTeller(
@@ -43,11 +43,10 @@ class CompletionAnswer(Answer):
         ]
 
     def shown(self, response: generate_pb2.GenerateResponse) -> generate_pb2.GenerateResponse:
-        if self._echoes_alone:
+        if not self._shows_tokens:
             for key in ("text", "token_ids", "logprobs", "stop_string"):
                 response.ClearField(key)
             response.finish_reason = generate_pb2.FINISH_REASON_LENGTH
-            response.usage.completion_tokens = 0
         return response
 
     def told(self, made: Made) -> Iterator[CompletionChoice]:

@@ -145,7 +145,7 @@ class Health:
         is_tried = past.died_in == phase
         tried = 0 if is_tried and phase == DECODE else self.isolation.num_tried(phase)  # there it waits for its turn
         is_calm = not (tried or self._silent or self._slow or self._late or self._pairs or self.steps)
-        if is_calm and not past.avoid:
+        if is_calm and not (past.avoid or past.unable):
             return NOBODY
         shunned: dict[str, Grade] = dict.fromkeys(past.avoid, AVOIDED)
         for name in (*self._silent, *self._slow, *self._late):
@@ -156,6 +156,8 @@ class Health:
         if tried:
             for name in self.isolation.triers(phase):
                 shun(shunned, name, BARRED if is_tried else AVOIDED)
+        for name in past.unable:
+            shun(shunned, name, BARRED)
         return shunned
 
     def check_invariants(self, requests: Mapping[str, RoutedRequest]) -> None:

@@ -14,7 +14,7 @@ SOUND: Grade = (0, 0.0)
 AVOIDED: Grade = (1, 0.0)  # it failed the request, or a request that may have killed a worker is tried there
 DOUBTED: Grade = (2, 0.0)  # it says nothing, or its step takes long
 BROKEN = 3  # its steps fail, or the handoffs to it
-BARRED: Grade = (4, 0.0)  # the request may not go there now
+BARRED: Grade = (4, 0.0)  # the request may not go there now, or cannot be served there
 
 NOBODY: Shunned = {}
 

@@ -23,7 +23,7 @@ from cluster.router.decisions import Move
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE
 from cluster.router.health.shunned import BARRED
-from cluster.router.placing.predicting import is_slow, token_s
+from cluster.router.placing.predicting import is_slow, tightest_s, token_s
 from engine.pages.pool import pages_for
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 
@@ -131,7 +131,7 @@ class Moving:
             return f"{name} has {max(0, account.free_pages)} pages left for {batch} requests"
         if why.kind == "more":
             return f"{name} computes {batch} requests, another {self._decode.least_batch(account.view.role)}"
-        return f"each token at {name} takes {token_s(account) * 1e3:.1f} of {account.tightest_s * 1e3:.1f} ms"
+        return f"each token at {name} takes {token_s(account) * 1e3:.1f} of {tightest_s(account) * 1e3:.1f} ms"
 
     def choose(self, request: RoutedRequest, num_tokens: int, now: float) -> tuple[DecodeAccount, Move] | None:
         """Who has pages for it now, `num_tokens` long; None: nobody, or it may stay."""

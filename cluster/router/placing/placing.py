@@ -87,14 +87,16 @@ class Placing:
         counts the tokens of its answer so far."""
         if shape.pair is not None:
             return self._why_never_there(*shape.pair)
-        most = self._decode.most_tokens
+        if why := self.why_unable(shape.past):
+            return why
+        most = _most_tokens(self._decode, shape.past)
         if self._decode.accounts and shape.most_tokens > most:
             beams = f" for {shape.num_beams} beams" if shape.num_beams else ""
             return (
                 f"prompt and max_tokens{beams} together are {shape.most_tokens} tokens; "
                 f"the largest decode worker holds {most}, so give fewer"
             )
-        most = self._prefill.most_tokens
+        most = _most_tokens(self._prefill, shape.past)
         if self._prefill.accounts and shape.prompt_len > most:
             if is_resent:
                 return (
@@ -102,6 +104,13 @@ class Placing:
                     f"prefill worker holds {most}, so give prefill workers more kv_memory"
                 )
             return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
+        return ""
+
+    def why_unable(self, past: Past) -> str:
+        """Why all workers of a phase that are there cannot serve it; empty if one may."""
+        for phase, accounts in ((PREFILL, self._prefill.accounts), (DECODE, self._decode.accounts)):
+            if past.unable and accounts and accounts.keys() <= past.unable:
+                return f"{', '.join(sorted(accounts))} cannot serve it, and there is no other {phase} worker"
         return ""
 
     def _why_never_there(self, prefill: str, decode: str) -> str:
@@ -270,3 +279,11 @@ class Placing:
         if queued and queued + shape.prompt_len - prefill.cached_len(shape) > self._max_backlog_tokens:
             return f"{prefill.view.name}: {queued} prompt tokens queued"
         return ""
+
+
+def _most_tokens(candidates: PrefillCandidates | DecodeCandidates, past: Past) -> int:
+    """That any of those can hold which may serve it."""
+    if not past.unable:
+        return candidates.most_tokens
+    views = [account.view for name, account in candidates.accounts.items() if name not in past.unable]
+    return max([view.total_pages * view.page_size for view in views], default=0)

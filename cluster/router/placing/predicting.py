@@ -5,7 +5,8 @@ request's targets that one is best which holds up others least; where none does,
 make others late. So a long prompt goes where nobody decodes, as long as its first token is in time there, and is read
 beside answers when it would be late; an answer is written where its steps are short enough, not where they are shortest
 (conditional disaggregation; compare TaiChi, arXiv 2508.01989). Short enough for whoever wants the shortest of those
-that this router has sent there, too; nor are prompts read beside such answers that would make them late.
+that this router has sent there, too; nor are prompts read beside such answers that would make them late. Who wants what
+no worker could give to one alone is not looked after so.
 
 Where an engine has pipeline stages, the costs are of a pass through all of them, and a pass is in each: what waits goes
 by that many times as fast, and each pass holds its share of the answers.
@@ -138,11 +139,20 @@ def token_s(account: DecodeAccount) -> float:
     return 0.0 if account.report.costs is None else _step_s(account, account.report.prompt_share, account.batch, 0)
 
 
+def tightest_s(account: DecodeAccount) -> float:
+    """The least time for a token that anybody wants who writes there, and could have: what an answer alone would miss,
+    too, is no reason to leave anybody alone there."""
+    costs, least_s = account.report.costs, account.tightest_s
+    if costs is None or least_s > (alone_s := costs.step_s(0.0, 1, 0, 0.0)):
+        return least_s
+    return min((wanted_s for wanted_s in account.wanted if wanted_s > alone_s), default=math.inf)
+
+
 def is_slow(account: DecodeAccount) -> bool:
-    """Whether a token there takes longer than one of those wants that write there."""
+    """Whether a token there takes longer than one of those wants, and could have, that write there."""
     if not account.wanted or account.batch < 2:  # one alone is nowhere faster
         return False
-    return token_s(account) > account.tightest_s
+    return token_s(account) > tightest_s(account)
 
 
 def is_better(shape: RequestShape, target: Target, source: DecodeAccount, to: DecodeAccount) -> bool:
@@ -159,7 +169,7 @@ def could_gain(source: DecodeAccount, to: DecodeAccount, least_len: int, loosest
     if source.report.costs is None or to.report.costs is None:
         return False
     takes_s = _step_s(to, to.report.prompt_share, to.batch + 1, least_len)
-    return takes_s < USED * min(loosest_s, to.tightest_s) and takes_s < token_s(source)
+    return takes_s < USED * min(loosest_s, tightest_s(to)) and takes_s < token_s(source)
 
 
 def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s: float) -> Part:
@@ -179,9 +189,9 @@ def _read(account: PrefillAccount, shape: RequestShape, target: Target, waited_s
     else:
         takes_s = float("inf")  # it waits until nobody decodes there
     is_kept = takes_s < (USED * target.ttft_s or math.inf)
-    if beside is not None and beside.tightest_s < (target.tpot_s or math.inf):
+    if beside is not None and (others_s := tightest_s(beside)) < (target.tpot_s or math.inf):
         share = min(view.chunk_tokens, tokens / OUTPUT_TOKENS)
-        is_kept = is_kept and _step_s(beside, share, batch, 0) < USED * beside.tightest_s
+        is_kept = is_kept and _step_s(beside, share, batch, 0) < USED * others_s
     longer_s = costs.prompt_token_s * own / view.num_stages
     cost_s = longer_s * (1 + len(account.waiting) + batch)
     return Part(takes_s, is_kept, cost_s, own_s=(takes_s - waited_s) * own / tokens)
@@ -194,7 +204,7 @@ def _written(account: DecodeAccount, shape: RequestShape, target: Target) -> Par
     takes_s = _step_s(account, account.report.prompt_share, batch + 1, shape.prompt_len)
     longer_s = costs.request_s + costs.context_token_s * (shape.prompt_len + OUTPUT_TOKENS // 2)
     longer_s /= account.view.num_stages
-    is_kept = takes_s < USED * min(target.tpot_s or math.inf, account.tightest_s)
+    is_kept = takes_s < USED * min(target.tpot_s or math.inf, tightest_s(account))
     return Part(takes_s, is_kept, longer_s * OUTPUT_TOKENS * (1 + batch))
 
 

@@ -342,6 +342,28 @@ async def test_another_spec_is_taken_by_routers_and_workers(
         assert [plan.name for plan in served[2:]] == ["decode-1", "decode-0"]
 
 
+async def test_routers_go_by_a_spec_that_is_taken_whoever_had_them_told(
+    members: dict[str, Member], served: list[WorkerPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sign of life while it is saved has them told of it, which takes a while."""
+    router: Any = members["router-0"]
+
+    async def take_spec(spec: ClusterSpec) -> None:
+        await asyncio.sleep(0.05)
+        router.specs.append(spec)
+
+    router.take_spec = SimpleNamespace(remote=take_spec)
+    async with running(launched[0]) as controller:
+        await until(lambda: len(router.told[-1:] and router.told[-1]) == 2)
+
+        async def save(_: object) -> None:
+            await controller.on_event(router.event)
+
+        monkeypatch.setattr(controller._checkpoint, "save", save)
+        await controller.apply_spec(wanted(), {}, None, False)
+        assert [spec.router.max_calls for spec in router.specs] == [7]
+
+
 async def test_what_one_router_cannot_take_nobody_is_told(members: dict[str, Member], served: list[WorkerPlan]) -> None:
     router: Any = members["router-0"]
     async with running(launched[0]) as controller:

@@ -65,6 +65,21 @@ async def test_it_is_counted_over_http_too(tmp_path: Path) -> None:
         assert total.generated_tokens == answer["usage"]["completion_tokens"] == 6
 
 
+@pytest.mark.parametrize("streams", [False, True])
+async def test_of_an_echo_alone_the_prompt_is_counted(streams: bool, tmp_path: Path) -> None:
+    async with http(codec=words(), usage_db=tmp_path / "usage.db") as client:
+        asked = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "n": 2}
+        if streams:
+            events = await client.events("/v1/completions", **asked, stream_options={"include_usage": True})
+            usage = events[-1]["usage"]
+        else:
+            _, answer = await client.post("/v1/completions", **asked)
+            usage = answer["usage"]
+        total = (await used(client.harness))[""]
+        assert (total.requests, total.prompt_tokens, total.generated_tokens) == (1, 3, 0)
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 0)
+
+
 async def test_one_that_is_left_counts_what_was_handed_over_and_its_prompt(tmp_path: Path) -> None:
     async with serving(options=counting(tmp_path)) as h:
         h.decode().max_steps = 2

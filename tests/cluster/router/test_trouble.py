@@ -77,6 +77,32 @@ def _fail_step(prefill: FakePrefillWorker, submit: pb.Submit) -> None:
     prefill.emit(submit.request.router_id, events=[failed])
 
 
+async def test_a_worker_that_cannot_serve_a_request_costs_it_nothing_while_another_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(2, 2, options=server_options(port=0, max_attempts=1)) as h:
+        monkeypatch.setattr(h.prefill(0), "compute", partial(_cannot_serve, h.prefill(0), ""))
+        monkeypatch.setattr(h.prefill(1), "compute", partial(_cannot_serve, h.prefill(1), "decode-0"))
+        answer = await h.generate.GenerateOnce(request(max_tokens=4))
+        assert list(answer.choices[0].token_ids) == scripted_tokens([5, 6, 7], 4)
+        assert (answer.timeline.prefill_worker, answer.timeline.decode_worker) == ("prefill-1", "decode-1")
+        monkeypatch.setattr(h.prefill(1), "compute", partial(_cannot_serve, h.prefill(1), ""))
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await h.generate.GenerateOnce(request(max_tokens=4))
+        assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert failure.value.details() == "prefill-1: it cannot"
+
+
+def _cannot_serve(prefill: FakePrefillWorker, peer: str, submit: pb.Submit) -> None:
+    """Or the decode worker of that name cannot."""
+    if peer and submit.decode.name != peer:
+        FakePrefillWorker.compute(prefill, submit)
+        return
+    state, cause = submit.request, pb.FAILURE_CAUSE_WORKER
+    failed = prefill.event(state, pb.EVENT_KIND_FAILED, reason="it cannot", cause=cause, peer=peer)
+    prefill.emit(state.router_id, events=[failed])
+
+
 async def test_a_pair_that_cannot_hand_over_is_avoided_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(1, 2) as h:
         monkeypatch.setattr(h.prefill(), "compute", partial(fail_to_reach, h.prefill(), "decode-0"))

@@ -41,6 +41,16 @@ async def test_calls_at_once_are_given_back_and_a_stream_says_its_limits() -> No
         assert refused.status_code == 429, refused.text
 
 
+async def test_an_echo_alone_is_charged_its_prompt() -> None:
+    accounts = {"somebody": Account(tokens_per_minute=3)}
+    async with http(codec=words(), token=TOKEN, accounts=accounts) as h:
+        for _ in range(2):
+            status, _ = await h.post("/v1/completions", prompt="w5", max_tokens=0, echo=True)
+            assert status == 200
+        status, _ = await h.post("/v1/completions", prompt="w5", max_tokens=1)
+        assert status == 200
+
+
 async def test_the_least_priority_is_the_accounts() -> None:
     async with http(codec=words(), token=TOKEN, accounts={"somebody": Account(least_priority=3)}) as h:
         status, body = await h.post("/v1/completions", prompt="w5", max_tokens=1, priority=2)
