@@ -34,9 +34,11 @@ def why_not_found(model: str) -> str:
 def _why_not_whole(model: str, path: Path) -> str:
     if not (why := why_incomplete(path)):
         return ""
-    near = did_you_mean(model) if CONFIG in why else ""
+    first = "" if (path / CONFIG).exists() else did_you_mean(model)
+    if why.startswith("has no tokenizer"):
+        first = "copy the model's tokenizer files there, or "
     return (
-        f"model is {model!r}, a directory that {why}; {near}give a whole Hugging Face model directory, "
+        f"model is {model!r}, a directory that {why}; {first}give a whole Hugging Face model directory, "
         f"such as `hf download ORG/NAME --local-dir DIRECTORY` makes, or {MAKE_ONE}"
     )
 

@@ -108,6 +108,7 @@ class RequestShape:
     pair: tuple[str, str] | None = None  # the workers that it is for, prefill and decode; None: any
     most_held: int = ALL  # tokens whose KV is kept where it is decoded
     num_beams: int = 0  # of its search, which is not moved; 0: it has none
+    kind: str = ""  # what it asks of a worker's engine, in any words: who cannot serve one cannot serve another alike
 
     def held_len(self, num_tokens: int) -> int:
         """Of so many of its tokens, those whose KV is held where it is decoded."""
@@ -139,6 +140,7 @@ class RequestShape:
             pair=self.pair,
             most_held=self.most_held,
             num_beams=self.num_beams,
+            kind=self.kind,
         )
 
 

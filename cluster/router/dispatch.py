@@ -200,6 +200,7 @@ class Dispatcher:
             pair=live.pair,
             most_held=ALL if live.kv_policy is None else self._served.most_held(live.kv_policy),
             num_beams=live.num_beams,
+            kind=live.kind,
         )
 
     def _send(self, live: LiveRequest, assigned: Assigned) -> None:

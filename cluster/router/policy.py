@@ -218,6 +218,7 @@ class RouterPolicy:
         absent = self.missing_phase
         if absent and not self.options.unavailable_grace_s:
             return Unavailable(reason=_not_ready(absent))
+        shape = self._informed(shape, now, is_resent=is_resent)
         if why := self._workers.placing.why_never(shape, is_resent=is_resent):
             return Unavailable(reason=why) if is_resent else Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape, shape.past, now)
@@ -238,6 +239,14 @@ class RouterPolicy:
         self._requests[shape.id] = request
         self._queue.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)
         return Queued(reason=why)
+
+    def _informed(self, shape: RequestShape, now: float, *, is_resent: bool) -> RequestShape:
+        """With those that have said of its like that they cannot serve it, where others may."""
+        unable = self.health.inability.of(shape.kind, now) if shape.kind else None
+        if not unable or shape.pair is not None:
+            return shape
+        informed = replace(shape, past=replace(shape.past, unable=shape.past.unable | unable))
+        return shape if self._workers.placing.why_never(informed, is_resent=is_resent) else informed
 
     def next_assignable(self, now: float) -> Assigned | None:
         """Workers for the next of the queue that may go, which leaves it; None while all must wait. By priority, first
@@ -494,6 +503,7 @@ class RouterPolicy:
         if cause == "request":
             return GiveUp(request_id=request_id, reason=reason, code="INVALID_ARGUMENT")
         if cause == "worker" and (peer or worker) not in request.past.unable:
+            self.health.inability.note(request.shape.kind, peer or worker, now)
             return self._retry_past(request, reason, peer or worker)
         avoid = {request.decode} if request.has_first_token else {request.prefill, request.decode}
         if cause == "step":

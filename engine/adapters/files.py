@@ -160,19 +160,28 @@ def _parts(
         rank = pair["A"][0]
         if not 0 < rank <= MAX_RANK:
             raise AdapterError(f"{path}: {module} has rank {rank}; up to {MAX_RANK} is served")
+        if (told := _told(path, config, "r", "rank_pattern", module)) != rank:
+            raise AdapterError(
+                f"{path}: r of {module} is {told!r:.80}, and its weights have rank {rank}; give files of one adapter"
+            )
         yield module, LoraPart(rank, pair["A"][1], pair["B"][0], _scale(path, config, module, rank))
 
 
 def _scale(path: str, config: Mapping[str, Any], module: str, rank: int) -> float:
-    """alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023); alpha may differ between modules."""
-    alphas = config.get("alpha_pattern") or {}
-    if not isinstance(alphas, dict) or not all(PLAIN_PATTERN.fullmatch(str(key)) for key in alphas):
-        raise AdapterError(f"{path}: alpha_pattern is {alphas!r:.80}; give alphas by modules' names")
-    try:
-        key = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)  # PEFT's rule
-    except re.error as error:
-        raise AdapterError(f"{path}: alpha_pattern is {alphas!r:.80}: {error}") from None
-    alpha = config.get("lora_alpha") if key is None else alphas[key]
+    """alpha / r, or alpha / sqrt(r) (rsLoRA, Kalajdzievski, 2023)."""
+    alpha = _told(path, config, "lora_alpha", "alpha_pattern", module)
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise AdapterError(f"{path}: lora_alpha of {module} is {alpha!r}; give a number")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _told(path: str, config: Mapping[str, Any], usual: str, pattern: str, module: str) -> Any:
+    """What the config says of this module: in `pattern`, by modules' names, or else what is `usual`."""
+    values = config.get(pattern) or {}
+    if not isinstance(values, dict) or not all(PLAIN_PATTERN.fullmatch(str(key)) for key in values):
+        raise AdapterError(f"{path}: {pattern} is {values!r:.80}; give each by modules' names")
+    try:
+        key = next((key for key in values if re.match(rf"(.*\.)?({key})$", module)), None)  # PEFT's rule
+    except re.error as error:
+        raise AdapterError(f"{path}: {pattern} is {values!r:.80}: {error}") from None
+    return config.get(usual) if key is None else values[key]

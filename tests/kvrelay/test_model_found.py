@@ -82,6 +82,8 @@ def test_a_directory_that_lacks_something_is_told_what(tmp_path: Path, names: tu
     model = str(make_model(tmp_path / "model", *names))
     told = why_not_found(model)
     assert told.startswith(f"model is {model!r}, a directory that {why}")
+    assert "did you mean" not in told
+    assert ("; copy the model's tokenizer files there, or give a whole" in told) == (why == "has no tokenizer")
     assert "hf download" in told
     assert "kvrelay make-model" in told
 

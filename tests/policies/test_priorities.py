@@ -224,6 +224,7 @@ def test_a_shape_that_has_grown_is_otherwise_the_same() -> None:
         "pair": ("p", "d"),
         "num_beams": 4,
         "most_held": 99,
+        "kind": "adapter 1",
     }
     shape = RequestShape(id="r", prompt_len=5, max_tokens=9, page_hashes=[b"x"], past=Past(losses=1), **others)
     unset = [f.name for f in fields(RequestShape) if getattr(shape, f.name) == f.default]

@@ -794,15 +794,16 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[st
             case 0 | 1 | 2 | 3:
                 prompt = rng.choice(prompts)
                 name = f"r{step}"
+                asked = shape(
+                    name,
+                    len(prompt),
+                    rng.randrange(1, 150),
+                    page_hashes=page_hashes(prompt, PAGE),
+                    died_in=rng.choice(("", "", "prefill", "decode")),
+                    unable=frozenset(rng.sample(names, rng.choice((0, 0, 1, 2)))),
+                )
                 decision = policy.assign(
-                    shape(
-                        name,
-                        len(prompt),
-                        rng.randrange(1, 150),
-                        page_hashes=page_hashes(prompt, PAGE),
-                        died_in=rng.choice(("", "", "prefill", "decode")),
-                        unable=frozenset(rng.sample(names, rng.choice((0, 0, 1, 2)))),
-                    ),
+                    replace(asked, kind=rng.choice(("", "", "sql"))),
                     now,
                     is_resent=rng.random() < 0.2,
                 )

@@ -11,7 +11,7 @@ from cluster.router.decisions import Assigned, GiveUp, Queued, Rejected, Resend,
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
 from cluster.router.retry import MAX_LOSSES
-from tests.policies.test_router_policy import PAGE, assigned, assigned_id, cluster, shape
+from tests.policies.test_router_policy import PAGE, assigned, assigned_id, cluster, lost, shape
 
 pytestmark = pytest.mark.unit
 
@@ -108,6 +108,29 @@ def test_a_request_that_a_worker_cannot_serve_goes_to_others_at_once_and_loses_n
     again = assigned(policy.assign(replace(shape("a#3"), past=retry.past), 0.0, is_resent=True))
     assert (again.prefill, again.decode) == ("p1", "d1")
     policy.check_invariants()
+
+
+def test_who_cannot_serve_one_request_is_not_asked_about_another_of_its_kind_for_a_while() -> None:
+    policy = cluster("p0", "p1", "d0")
+
+    def read_at(request_id: str, kind: str, now: float) -> str:
+        placed = assigned(policy.assign(replace(shape(request_id), kind=kind), now))
+        policy.check_invariants()
+        policy.on_finished(request_id)
+        return placed.prefill
+
+    assigned(policy.assign(replace(shape("a"), kind="sql"), 0.0))
+    assert isinstance(unable(policy, "a", "p0"), Resend)
+    assert [read_at(f"b{i}", kind, 59.0) for i, kind in enumerate(("sql", "legal", ""))] == ["p1", "p0", "p0"]
+    assert read_at("c", "sql", 60.0) == "p0", "its files may be there by now"
+    assigned(policy.assign(replace(shape("d"), kind="sql"), 60.0))
+    assert isinstance(unable(policy, "d", "p0"), Resend)
+    assert lost(policy, "p1") == []
+    assert read_at("e", "sql", 1.0) == "p0", "there is no other, and it says itself why not"
+    assert lost(policy, "p0") == []
+    for name in ("p0", "p1"):
+        policy.on_worker_up(WorkerView(name=name, role="prefill", total_pages=100, page_size=PAGE), 2.0)
+    assert read_at("f", "sql", 2.0) == "p0", "it is another process"
 
 
 @pytest.mark.parametrize(("worker", "peer"), [("p1", ""), ("p0", "d0")])

@@ -1,6 +1,6 @@
 """Health is what a router knows of its workers' troubles: whose steps fail, who says nothing, which pairs cannot hand
-over, where a request is tried alone. For each choice it says whom to shun, and how much; the choice is made elsewhere
-(cluster/router/candidates/). It reads no clock and sends nothing.
+over, who cannot serve what, where a request is tried alone. For each choice it says whom to shun, and how much; the
+choice is made elsewhere (cluster/router/candidates/). It reads no clock and sends nothing.
 
 Trouble is rare: what nothing is known against costs nothing here.
 """
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from cluster.router.accounts import Past, PeerTrouble, RoutedRequest
 from cluster.router.health.circuits import Circuits
+from cluster.router.health.inability import Inability
 from cluster.router.health.isolation import DECODE, PREFILL, Isolation
 from cluster.router.health.shunned import AVOIDED, BARRED, BROKEN, DOUBTED, NOBODY, Grade, Shunned, shun
 
@@ -26,6 +27,7 @@ class Health:
     def __init__(self) -> None:
         self.steps = Circuits(FAILURES_TO_OPEN)  # by worker
         self.isolation = Isolation()
+        self.inability = Inability()
         self._pairs: dict[str, Circuits] = {}  # by prefill worker: its decode workers
         self._silent: dict[str, str] = {}  # by worker: one sentence
         self._slow: dict[str, str] = {}
@@ -87,6 +89,7 @@ class Health:
         self._slow.pop(worker, None)
         self._forget_lag(worker)
         self._pairs.pop(worker, None)
+        self.inability.forget(worker)
         for prefill in list(self._pairs):
             self.on_pair_works(prefill, worker)
 

@@ -184,6 +184,12 @@ class LiveRequest:
         if len(self.moved) < MAX_MOVED:
             self.moved.append(receipt)
 
+    @property
+    def kind(self) -> str:
+        """As in RequestShape."""
+        asked = [] if self.adapter is None else [f"adapter {self.adapter.digest}"]
+        return " ".join([*asked, "kv_policy"] if self.kv_policy is not None else asked)
+
     def begin_attempt(self, now: float, *, past: Past) -> None:
         """Send it again: the tokens delivered so far stay, all else begins anew."""
         if self._computed_len:

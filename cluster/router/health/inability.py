@@ -1,0 +1,29 @@
+"""Inability is which workers have said lately that they cannot serve requests of some kind, so that not each of these
+finds out anew. It reads no clock: whoever asks passes `now`, in seconds.
+
+It is believed for a time and no longer: files that a worker lacked may be there by then.
+"""
+
+from __future__ import annotations
+
+BELIEVED_S = 60.0
+
+
+class Inability:
+    def __init__(self) -> None:
+        self._until_s: dict[str, dict[str, float]] = {}  # by kind of request: workers
+
+    def note(self, kind: str, worker: str, now: float) -> None:
+        if kind:
+            self._until_s.setdefault(kind, {})[worker] = now + BELIEVED_S
+
+    def forget(self, worker: str) -> None:
+        for workers in self._until_s.values():
+            workers.pop(worker, None)
+
+    def of(self, kind: str, now: float) -> frozenset[str]:
+        """Workers."""
+        unable = frozenset(name for name, until_s in self._until_s.get(kind, {}).items() if now < until_s)
+        if not unable:
+            self._until_s.pop(kind, None)
+        return unable
