@@ -1,21 +1,29 @@
-"""checked reads the numbers of a JSON Schema before llguidance does, to which each is a double: what a double need not
-hold is refused by its place, and an exclusive bound that it may break becomes an inclusive one. Annotations (`default`,
+"""checked reads the numbers of a JSON Schema before llguidance does, to which each is a double: a value that a double
+need not hold is refused by its place, a bound becomes one that it holds, and an exclusive bound that it may break an
+inclusive one. So an answer always keeps the schema, though not each that does is drawn. Annotations (`default`,
 `examples`) are nobody's to read."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 from engine.types import InvalidRequest
 
 LARGEST = 2**53 - 1  # a double holds it and all whole numbers below
-LARGEST_INT64 = 2**63 - 1  # llguidance keeps it as a maximum, which many schemas have
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-VALUES = ("const", "enum")
+BOUNDS = {  # what is inclusive there, and on which side is what it allows
+    "minimum": ("minimum", 1),
+    "exclusiveMinimum": ("minimum", 1),
+    "maximum": ("maximum", -1),
+    "exclusiveMaximum": ("maximum", -1),
+}
+EXACT = ("const", "enum", "multipleOf")
 DIGITS = 15  # of a number in decimal, which a double keeps and llguidance reads
+DOUBLE_BITS = 53
+LARGEST_BOUND = 9223372030000000000  # that llguidance takes, of so few
 NEXT_TO_0 = Decimal("1e-22")  # llguidance writes no exponents, and its patterns are as deep as a bound has digits
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 WITHIN = ("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "additionalProperties")
@@ -25,6 +33,7 @@ def checked(schema: dict[str, Any]) -> dict[str, Any]:
     """The same one, changed in place. Raises InvalidRequest."""
     for place, part in _parts(schema, "structured.json_schema"):
         _check_numbers(part, place)
+        _narrow(part, place)
         _make_inclusive(part, "minimum", "exclusiveMinimum", 1)
         _make_inclusive(part, "maximum", "exclusiveMaximum", -1)
     return schema
@@ -47,13 +56,32 @@ def _parts(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check_numbers(schema: Mapping[str, Any], place: str) -> None:
-    for key in (*BOUNDS, *VALUES):
+    for key in EXACT:
         for at, number in _numbers(schema.get(key), f"{place}.{key}"):
-            if abs(number) > LARGEST and (key, number) != ("maximum", LARGEST_INT64):
-                raise InvalidRequest(
-                    f"{at} is {json.dumps(number)[:40]}; numbers beyond {LARGEST} are not kept to the last digit,"
-                    " so ask for a string"
-                )
+            if abs(number) > LARGEST:
+                _refuse(at, number)
+
+
+def _refuse(at: str, number: float) -> NoReturn:
+    why = f"numbers beyond {LARGEST} are not kept to the last digit, so ask for a string"
+    raise InvalidRequest(f"{at} is {json.dumps(number)[:40]}; {why}")
+
+
+def _narrow(schema: dict[str, Any], place: str) -> None:
+    """A bound of many digits becomes an inclusive one of few, which is a double, and allows less."""
+    for key, (inclusive, side) in BOUNDS.items():
+        bound = schema.get(key)
+        if not _is_number(bound) or abs(bound) <= LARGEST:
+            continue
+        least = side * (math.ceil(bound) if side > 0 else math.floor(bound)) + (key != inclusive)
+        least = max(least, -LARGEST_BOUND)
+        unit = 10 ** max(len(str(abs(least))) - DIGITS, least.bit_length() - DOUBLE_BITS)
+        least = -(-least // unit) * unit
+        if least > LARGEST_BOUND:
+            _refuse(f"{place}.{key}", bound)
+        del schema[key]
+        given = schema.get(inclusive)
+        schema[inclusive] = side * max(least, side * given if _is_number(given) else least)
 
 
 def _numbers(value: Any, place: str) -> Iterator[tuple[str, int | float]]:

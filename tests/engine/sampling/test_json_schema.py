@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.sampling.json_schema import LARGEST, LARGEST_INT64, checked
+from engine.sampling.json_schema import LARGEST, LARGEST_BOUND, checked
 from engine.types import InvalidRequest
 
 pytestmark = pytest.mark.unit
@@ -21,10 +21,10 @@ LARGE = 1103945372461461511  # whose double is another number
         ({"type": "integer", "enum": [1, LARGE]}, "enum.1"),
         ({"const": [{"a": -LARGE}]}, "const.0.a"),
         ({"properties": {"enum": {"enum": [LARGE]}}}, "properties.enum.enum.0"),
-        ({"patternProperties": {"^a": {"minimum": LARGE}}}, "patternProperties.^a.minimum"),
-        ({"$ref": "#/$defs/n", "$defs": {"n": {"maximum": LARGEST + 1}}}, "$defs.n.maximum"),
-        ({"definitions": {"n": {"exclusiveMinimum": -LARGE}}}, "definitions.n.exclusiveMinimum"),
-        ({"items": {"exclusiveMaximum": 1e300}}, "items.exclusiveMaximum"),
+        ({"patternProperties": {"^a": {"minimum": 10**19}}}, "patternProperties.^a.minimum"),
+        ({"$ref": "#/$defs/n", "$defs": {"n": {"maximum": -(2**63)}}}, "$defs.n.maximum"),
+        ({"definitions": {"n": {"const": -LARGE}}}, "definitions.n.const"),
+        ({"items": {"exclusiveMaximum": -1e300}}, "items.exclusiveMaximum"),
         ({"items": [True, {"multipleOf": LARGE}]}, "items.1.multipleOf"),
         ({"anyOf": [{"additionalProperties": {"const": LARGE}}]}, "anyOf.0.additionalProperties.const"),
     ],
@@ -42,7 +42,7 @@ def test_a_number_that_a_double_need_not_hold_is_refused_by_its_place(schema: di
         {"default": LARGE, "examples": [{"const": LARGE}], "type": "integer"},
         {"properties": {"const": {"type": "integer"}, "maximum": {"default": LARGE}}, "required": ["const"]},
         {"enum": ["1103945372461461511", True, None, LARGEST, -LARGEST, 1.5]},
-        {"type": "integer", "minimum": 0, "maximum": LARGEST_INT64},
+        {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST},
         {"const": {"const": "x", "default": 1}},
     ],
 )
@@ -57,6 +57,11 @@ def test_all_others_stay_as_they_are(schema: dict[str, Any]) -> None:
         ({"exclusiveMinimum": 0, "maximum": 0.5}, {"maximum": 0.5, "minimum": 1e-22}),
         ({"exclusiveMaximum": -12.0}, {"maximum": -12.0000000000001}),
         ({"exclusiveMinimum": LARGEST}, {"minimum": LARGEST + 1}),
+        ({"minimum": -(2**63), "maximum": 2**64}, {"minimum": -LARGEST_BOUND, "maximum": LARGEST_BOUND}),
+        ({"maximum": LARGE}, {"maximum": 1103945372460000000}),
+        ({"exclusiveMinimum": 10**17}, {"minimum": 100000000000010000}),
+        ({"exclusiveMinimum": 10**17, "minimum": 2 * 10**17}, {"minimum": 2 * 10**17}),
+        ({"maximum": 10**16 + 0.5, "exclusiveMaximum": 5}, {"maximum": 10**16, "exclusiveMaximum": 5}),
         ({"exclusiveMinimum": True, "minimum": 5}, {"minimum": 5.00000000000001}),
         ({"exclusiveMinimum": 5, "minimum": 6}, {"minimum": 6}),
         ({"exclusiveMaximum": -5, "maximum": -6}, {"maximum": -6}),
