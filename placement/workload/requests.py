@@ -113,13 +113,14 @@ class Workload:
             slo_tpot_s=self.slo_tpot_s[:count],
         )
 
-    def lengths_of(self, rows: Ints) -> Workload:
-        """These of its requests, by their lengths alone."""
+    def without_prefixes(self, rows: Ints) -> Workload:
+        """These of its requests; they share no prefix."""
         return Workload(
             arrival_s=self.arrival_s[rows],
             prompt_len=self.prompt_len[rows],
             output_len=self.output_len[rows],
             name=self.name,
+            **self.marks(rows),
         )
 
     def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
