@@ -22,7 +22,8 @@ def raise_if_nothing_fits(problem: PlacementProblem, offers: Sequence[Offer], lo
     """A model that no degree holds, requests that no worker holds, targets that no degree meets when idle."""
     model, hardware = problem.catalog.model, problem.hardware
     if not offers:
-        reason = next(iter(log.refused.values()), f"no degree takes {num_gpus} or fewer {_unit(problem)}s")
+        largest = [*log.refused.values()][-1:]
+        reason = next(iter(largest), f"no degree takes {num_gpus} or fewer {_unit(problem)}s")
         raise PlanError(f"{model} fits nowhere on {num_gpus} x {hardware}: {reason}")
     _raise_if_too_long(problem, offers)
     for role in ("prefill", "decode"):

@@ -63,6 +63,33 @@ def test_a_model_that_does_not_fit() -> None:
     assert "; give " in told
 
 
+@pytest.mark.parametrize(
+    ("model", "hardware", "asked", "told"),
+    [
+        ("llama-3.1-70b", "h100-sxm", "--num-gpus 1", "on 1 GPU of 80 GB each (TP 1); give num_gpus 2 or more"),
+        ("llama-3.1-70b", "h100-sxm", "--budget 3", "on 1 GPU of 80 GB each (TP 1); give budget 5.9 or more"),
+        ("llama-3.1-70b", "h100-sxm", "--rate 1 --tensor-parallel 1", "(TP 1); give tensor_parallel 2 or more"),
+        (
+            "llama-3.1-70b",
+            "l40s",
+            "--rate 1 --tensor-parallel 2",
+            "48 GB each (TP 2); give tensor_parallel 4 or more",
+        ),
+        ("opt-175b", "h100-sxm", "--num-gpus 4 --max-pp 2", "(TP 1 x PP 2); give max_pp 6 and num_gpus 6 or more"),
+        (
+            "deepseek-v3",
+            "h200-sxm",
+            "--rate 5 --max-pp 4",
+            "on 8 GPUs of 141 GB each (TP 8), and its 61 layers divide into no 2 to 16 equal stages; give a smaller "
+            "model, or a GPU with more memory",
+        ),
+    ],
+)
+def test_a_model_that_needs_other_degrees_names_what_to_give(model: str, hardware: str, asked: str, told: str) -> None:
+    """Of the largest worker that may be, and by flags that there are."""
+    assert refused("--model", model, "--hardware", hardware, *asked.split(), *LENGTHS, *TARGETS).endswith(told)
+
+
 def test_a_rate_that_no_cluster_serves() -> None:
     told = refused(*MODEL, "--hardware", "h100-sxm", "--rate", "1e7", *LENGTHS, *TARGETS)
     assert told.startswith("rate is 1e+07 requests/s, which takes ")

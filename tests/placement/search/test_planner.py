@@ -341,7 +341,7 @@ def test_a_ttft_below_a_single_prompt() -> None:
 
 
 def test_a_model_that_fits_nowhere() -> None:
-    assert "toy fits nowhere on 4 x bench: TP 1: the toy has 0 heads" in refusal(catalog=ToyCatalog(largest=0))
+    assert "toy fits nowhere on 4 x bench: TP 4: the toy has 0 heads" in refusal(catalog=ToyCatalog(largest=0))
 
 
 def test_prompts_longer_than_all_pages() -> None:
