@@ -365,6 +365,25 @@ def test_out_says_what_it_wrote(planned: list[Any], tmp_path: Path, monkeypatch:
     assert "written: " in result.stdout
 
 
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_a_plan_that_cannot_be_written_is_told_all_the_same(
+    planned: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("kvrelay.plan.plots.figures.figures", lambda plan, width: {})
+    (tmp_path / "out" / "plan.json").mkdir(parents=True)
+    result = run(*MODEL, *GPUS, *LENGTHS, *TARGETS, *flags, "--no-progress", "--out", str(tmp_path / "out"))
+    why = f"--out is {tmp_path / 'out'}, where plan.json cannot be written (Is a directory); give another"
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {why}\n"
+    if flags:
+        found = json.loads(result.stdout)
+        assert found["answer"]["placement"] == "2 x prefill TP 2 + 1 x decode TP 4"
+        assert found["error"] == {"message": why}
+    else:
+        assert "The plan" in result.stdout
+        assert "written: " not in result.stdout
+
+
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def plan(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
