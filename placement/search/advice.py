@@ -73,8 +73,7 @@ def _on_disaggregation(findings: Findings) -> str:
     takes = "has"
     if findings.rate and chosen.candidate.gpus != other.candidate.gpus:
         takes = "takes"
-        taken = f"{chosen.candidate.gpus} {chosen.candidate.unit}s"
-        ratio = f"{taken} for {findings.rate:g} requests/s, against {other.candidate.gpus} of"
+        ratio = f"{_taken(chosen)} for {findings.rate:g} requests/s, against {other.candidate.gpus} of"
     elif abs(gain - 1) < ALIKE:
         pays = "makes no difference that is sure"
     sure = "" if _is_surely_better(chosen, other) else ", but their intervals overlap"
@@ -88,6 +87,11 @@ def _on_disaggregation(findings: Findings) -> str:
     if kind == "hybrid":
         return f"A hybrid {pays}: {ratio} the best pure placement, {other.candidate.label}{sure}."
     return f"Disaggregation {pays}: {ratio} the best colocated candidate, {other.candidate.label}{sure}."
+
+
+def _taken(goodput: Goodput) -> str:
+    gpus, unit = goodput.candidate.gpus, goodput.candidate.unit
+    return f"{gpus} {unit}{'s' if gpus > 1 else ''}"
 
 
 def _on_guesses(findings: Findings) -> str:
@@ -106,7 +110,7 @@ def _on_guesses(findings: Findings) -> str:
     ratio, unit = guessing.per_gpu / plain.per_gpu, plain.candidate.unit
     meant = f"{ratio:.2f} times the goodput per {unit} of the best without"
     if findings.rate and guessing.candidate.gpus != plain.candidate.gpus:
-        meant = f"{guessing.candidate.gpus} {unit}s in place of {plain.candidate.gpus}"
+        meant = f"{_taken(guessing)} in place of {plain.candidate.gpus}"
     elif abs(ratio - 1) < ALIKE:
         advised = "Speculating makes no difference that is sure"
     batch = f"a worker that decodes has {_batch(guessing):.3g} requests at once, and {_batch(plain):.3g} without"

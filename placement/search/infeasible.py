@@ -131,14 +131,15 @@ def why_nothing(
             "share"
         )
     role: PhaseRole = "decode" if prefills else "prefill"
-    most = max(offer.degrees.gpus for offer in offers)
+    gpus = max(offer.degrees.gpus for offer in offers)
+    most = f"{gpus} GPU{'s' if gpus > 1 else ''}"
     if target := _target(problem.targets, role):
         return (
-            f"{target}: no {role} worker of up to {most} GPUs keeps it for {wanted} but when idle; ask for a longer "
+            f"{target}: no {role} worker of up to {most} keeps it for {wanted} but when idle; ask for a longer "
             "one or allow more GPUs to a worker"
         )
     why = next((reason for name, reason in log.refused.items() if name.startswith(role)), "none kept up")
-    return f"no {role} worker of up to {most} GPUs serves these requests ({why}); allow more GPUs to a worker"
+    return f"no {role} worker of up to {most} serves these requests ({why}); allow more GPUs to a worker"
 
 
 def _target(targets: Targets, role: PhaseRole) -> str:
