@@ -120,10 +120,10 @@ def workload_of(request: PlanRequest) -> Workload:
             f"{workload.name}: every client leaves at once (cancel_after_s is 0), so there is nothing to answer; give "
             "requests whose clients wait"
         )
-    if workload.output_len.max() < 2:
+    if not workload.has_decode and (len(request.hardware or ()) > 1 or not request.colocated):
         raise PlanError(
-            f"{workload.name}: every output is 1 token, which prefill makes, so there is nothing to decode; "
-            "give requests with outputs of 2 tokens or more"
+            f"{workload.name}: every output is 1 token, which prefill makes, so there is nothing to decode: that is "
+            "planned of mixed workers on one kind of hardware; give one kind, and leave colocated on"
         )
     return workload
 

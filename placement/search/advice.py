@@ -18,7 +18,7 @@ ALIKE = 0.05  # of a goodput: what searches of two clusters may differ by
 class Findings:
     """`relief`: the attainment at `over` requests/s, as it is ("") and with one worker more of a role. `arrivals`: what
     drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any. `no_room`: which requests nobody
-    of it can hold."""
+    of it can hold. `has_decode`: not all outputs are one token."""
 
     chosen: Goodput
     tried: Sequence[Goodput]
@@ -32,6 +32,7 @@ class Findings:
     arrivals: str
     acceptance: float | None = None
     no_room: str = ""
+    has_decode: bool = True
 
     @property
     def keeping(self) -> list[Goodput]:
@@ -60,6 +61,8 @@ def _on_disaggregation(findings: Findings) -> str:
     is_colocated, rate = kind == "one pool", findings.rate
     here = f"at {rate:g} requests/s with as few {chosen.candidate.unit}s" if rate else "here"
     other = next((each for each in findings.keeping if each.candidate.kind not in ("hybrid", kind)), None)
+    if is_colocated and not findings.has_decode:
+        return "Do not disaggregate: every output is one token, which prefill makes, so nobody decodes."
     if kind == "hybrid" and other is None:
         return f"Run a hybrid: no pure placement keeps the targets {here}."
     if other is None and is_colocated and not findings.rate and chosen.candidate.gpus == 1:  # all that there are

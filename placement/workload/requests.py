@@ -80,6 +80,11 @@ class Workload:
         return len(self.arrival_s)
 
     @property
+    def has_decode(self) -> bool:
+        """Not where every output is one token, which prefill makes."""
+        return bool(self.output_len.max() > 1)
+
+    @property
     def duration_s(self) -> float:
         """From the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0])

@@ -250,9 +250,13 @@ def test_requests_longer_than_any_worker_holds() -> None:
     assert "tokens" in told
 
 
-def test_requests_that_end_with_their_first_token() -> None:
-    told = refused(*MODEL, *GPUS, "--random-input-len", "512", "--random-output-len", "1", *TARGETS)
-    assert "every output is 1 token, which prefill makes, so there is nothing to decode; give" in told
+@pytest.mark.parametrize("flags", [("--hardware", "h100-sxm,l40s"), ("--hardware", "h100-sxm", "--no-colocated")])
+def test_requests_that_end_with_their_first_token(flags: tuple[str, ...]) -> None:
+    """Nobody is to decode them, which pools of two kinds are for."""
+    one_token = ("--random-input-len", "512", "--random-output-len", "1")
+    told = refused(*MODEL, "--num-gpus", "8", *flags, *one_token, *TARGETS)
+    assert "every output is 1 token, which prefill makes, so there is nothing to decode: that is planned of" in told
+    assert told.endswith("; give one kind, and leave colocated on")
 
 
 def test_more_gpus_than_one_router_can_know_workers() -> None:
