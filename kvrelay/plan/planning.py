@@ -120,10 +120,10 @@ def workload_of(request: PlanRequest) -> Workload:
             f"{workload.name}: every client leaves at once (cancel_after_s is 0), so there is nothing to answer; give "
             "requests whose clients wait"
         )
-    if workload.output_len.max() < 2:
+    if not workload.has_decode and (len(request.hardware or ()) > 1 or not request.colocated):
         raise PlanError(
-            f"{workload.name}: every output is 1 token, which prefill makes, so there is nothing to decode; "
-            "give requests with outputs of 2 tokens or more"
+            f"{workload.name}: every output is 1 token, which prefill makes, so there is nothing to decode: that is "
+            "planned of mixed workers on one kind of hardware; give one kind, and leave colocated on"
         )
     return workload
 
@@ -137,9 +137,7 @@ def _planned(
 ) -> Plan:
     if request.tensor_parallel is not None:
         _check_degree(request, request.tensor_parallel, catalog)
-        refusal = catalog.offer(catalog.degrees(max(request.tensor_parallel, catalog.gpus_per_node))[0])
-        if isinstance(refusal, str):
-            raise PlanError(refusal)
+    _check_room(request, catalog)
     if request.rate is not None:
         _check_rate(request.rate, [catalog], requests, request.slo.tpot_s)
     else:
@@ -161,6 +159,40 @@ def _check_degree(request: PlanRequest, tp: int, catalog: Catalog) -> None:
         f"tensor_parallel is {tp}, GPUs of one worker, and {given}; give {enough} or more, or tensor_parallel {gpus} "
         "or less"
     )
+
+
+def _check_room(request: PlanRequest, catalog: Catalog) -> None:
+    """Raises PlanError where none of the degrees that may be tried makes a worker: of the largest why, and what to give
+    where other degrees have room. Without a degree of its own a request is told by the planner of all else."""
+    most = min(_most_gpus(request, catalog) or math.inf, catalog.gpus_per_node * request.max_pp)
+    tried = catalog.degrees(max(request.tensor_parallel or 1, math.floor(most + 1e-9)))
+    refusals = [refusal for degrees in tried if isinstance(refusal := catalog.offer(degrees), str)]
+    if not tried or len(refusals) < len(tried):
+        return
+    roofline = _roofline(catalog)
+    why = roofline.why_no_room(tried[-1]) if roofline is not None else ""
+    if roofline is not None and why and (mend := _roomier(request, roofline)):
+        raise PlanError(f"{why}; give {mend}")
+    if request.tensor_parallel is not None:
+        raise PlanError(refusals[-1])
+
+
+def _roomier(request: PlanRequest, catalog: RooflineCatalog) -> str:
+    """The keys with which degrees may be tried that have room, as they are given; empty: no degrees have."""
+    degrees = catalog.smallest_that_fits()
+    if degrees is None:
+        return ""
+    if degrees.pp > request.max_pp:  # stages have to be more anyhow
+        degrees = catalog.smallest_that_fits(request.tensor_parallel) or degrees
+    gpus, price = _most_gpus(request, catalog), catalog.cost.usd_per_gpu_hour
+    keys = []
+    if request.tensor_parallel is not None and degrees.tp != request.tensor_parallel:
+        keys.append(f"tensor_parallel {degrees.tp}")
+    if degrees.pp > request.max_pp:
+        keys.append(f"max_pp {degrees.pp}")
+    if 0 < gpus < degrees.gpus:
+        keys.append(f"num_gpus {degrees.gpus}" if request.num_gpus else f"budget {degrees.gpus * price:g}")
+    return f"{' and '.join(keys)} or more" if keys else ""
 
 
 def _most_gpus(request: PlanRequest, catalog: Catalog) -> float:

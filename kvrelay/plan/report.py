@@ -60,7 +60,7 @@ def report(plan: Plan, context: Context, wide: Drawn, narrow: Drawn) -> str:
         ],
         advice=plan.advice,
         at_rate=rate,
-        percentiles=words.percentile_rows(plan.at_rate, plan.slo),
+        percentiles=words.percentile_rows(plan),
         attained=f"Requests that meet their targets at this rate: {words.attained(plan)}.",
         classes=list(_classes(plan)),
         figures=list(captioned_figures(plan, wide, narrow)),

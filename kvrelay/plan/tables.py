@@ -61,7 +61,7 @@ def _figures(plan: Plan) -> Table:
 
 def _latency(plan: Plan) -> Table:
     table = _table(f"At {amounts.num(plan.at_rate.rate)} requests/s", "", "target", "P50", "P90", "P99", first=6)
-    for name, target, cells in words.percentile_rows(plan.at_rate, plan.slo):
+    for name, target, cells in words.percentile_rows(plan):
         table.add_row(name, target, *cells)
     for name, met in plan.at_rate.by_class.items():
         table.add_row(f"class {name}", "", "", "", f"{amounts.percent(met)} meet both")

@@ -19,7 +19,7 @@ from kvrelay.plan.amounts import (
     usd,
     usd_per_million,
 )
-from placement.plan import Candidate, Goodput, Interval, Kind, Plan, PoolPlan, RatePoint, Slo
+from placement.plan import Candidate, Goodput, Interval, Kind, Plan, PoolPlan, Slo
 
 ALIKE = 0.05  # the search's own precision, and what two sets of requests differ by
 POOL_WORDS = {
@@ -260,12 +260,14 @@ def tries(plan: Plan) -> str:
     return f"{searched}, {plan.num_simulated:,} requests simulated in {num(plan.cpu_s)} s of processor time"
 
 
-def percentile_rows(point: RatePoint, slo: Slo) -> list[tuple[str, str, list[str]]]:
+def percentile_rows(plan: Plan) -> list[tuple[str, str, list[str]]]:
     """(name, target, [P50, P90, P99]) of TTFT and TPOT, as text."""
+    point, slo = plan.at_rate, plan.slo
+    none = "by class" if plan.asked.get("classes") else "none"
     rows = []
     for name, target, by_percentile in (("TTFT", slo.ttft_s, point.ttft_s), ("TPOT", slo.tpot_s, point.tpot_s)):
         cells = [_time_between(by_percentile[at]) if at in by_percentile else "-" for at in ("50", "90", "99")]
-        rows.append((name, seconds(target) if target < math.inf else "none", cells))
+        rows.append((name, seconds(target) if target < math.inf else none, cells))
     return rows
 
 

@@ -7,7 +7,7 @@ the rest of `memory_share` for KV pages. It measures nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ class RooflineCatalog:
             return refusal
         pages = self.num_pages(degrees)
         if pages * self.page_size < self._least_kv_tokens:
-            return self._too_big(degrees, pages)
+            return self._too_big(degrees)
         latency = roofline_latency(self.shape, self.machine, degrees, power_cap=self.power_cap, within_node=within_node)
         return Offer(
             degrees=degrees,
@@ -173,27 +173,46 @@ class RooflineCatalog:
             )
         return why_not_staged(self.shape, pp)
 
-    def _too_big(self, degrees: Degrees, pages: int) -> str:
-        unit, need = self.machine.unit, self._least_kv_tokens
+    def _too_big(self, degrees: Degrees) -> str:
+        mend = self.smallest_that_fits()
+        advice = f"give {mend} or more" if mend else "give a smaller model, or a GPU with more memory"
+        return f"{self.why_no_room(degrees)}; {advice}"
+
+    def why_no_room(self, degrees: Degrees) -> str:
+        """For the model and a request; empty: there is room, or something else stands in the way."""
+        pages, need = self.num_pages(degrees), self._least_kv_tokens
+        held = pages * self.page_size
+        if held >= need or self._refusal(degrees):
+            return ""
+        unit = self.machine.unit
         have = f"{degrees.gpus} {unit}{'s' if degrees.gpus > 1 else ''} of {_gb(self.machine.memory_bytes)} each"
         what = f"{self.model}, {_gb(self.shape.weight_bytes)} of weights,"
-        mend = self._smallest_that_fits()
-        advice = f"give {mend} or more" if mend else "give a smaller model, or a GPU with more memory"
-        if not pages:
-            return f"{what} does not fit on {have} ({degrees}); {advice}"
-        held = pages * self.page_size
-        return f"{what} leaves room for {held} tokens of KV on {have} ({degrees}), less than one of {need}; {advice}"
+        if pages:
+            why = f"{what} leaves room for {held} tokens of KV on {have} ({degrees}), less than one of {need}"
+        else:
+            why = f"{what} does not fit on {have} ({degrees})"
+        return why + self._why_uneven()
 
-    def _smallest_that_fits(self) -> Degrees | None:
-        shape = self.shape
-        for pp in range(1, min(MAX_TRIED_PP, shape.num_layers) + 1):
+    def _why_uneven(self) -> str:
+        """That it would fit in stages, but for what they must divide."""
+        staged = next(self._that_fit(are_even=False), None)
+        if staged is None or self.smallest_that_fits() is not None:
+            return ""
+        return f", and its {self.shape.num_layers} layers divide into no {staged.pp} to {MAX_TRIED_PP} equal stages"
+
+    def smallest_that_fits(self, tp: int | None = None) -> Degrees | None:
+        """Whatever `max_pp`; of one tensor-parallel degree, where that is given."""
+        return next((degrees for degrees in self._that_fit() if tp in (None, degrees.tp)), None)
+
+    def _that_fit(self, *, are_even: bool = True) -> Iterator[Degrees]:
+        """Of the fewest stages, in a node, first."""
+        for pp in range(1, min(MAX_TRIED_PP, self.shape.num_layers) + 1):
+            if not (self._has_even_stages(pp) if are_even else not why_not_staged(self.shape, pp)):
+                continue
             for tp in self._tps():
                 degrees = Degrees(tp, pp)
-                if not self._has_even_stages(pp) or self.gpus_per_node % tp:
-                    continue
-                if self.num_pages(degrees) * self.page_size >= self._least_kv_tokens:
-                    return degrees
-        return None
+                if not self.gpus_per_node % tp and self.num_pages(degrees) * self.page_size >= self._least_kv_tokens:
+                    yield degrees
 
 
 def open_catalog(model: str | Path, hardware: str | Path, **options: object) -> RooflineCatalog:

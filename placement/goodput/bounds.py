@@ -7,11 +7,13 @@ more requests a second than it could ever keep up with.
             as the pages hold and the TPOT target lets into a step
 
 A bound leaves a margin for the requests that it is drawn from; the search raises it where a simulation shows more.
+Of prompts that share prefixes what an earlier one has brought is taken to be cached, here and where they are decoded.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,16 +21,63 @@ from placement.catalogs.base import Offer
 from placement.goodput.targets import Targets
 from placement.latency.base import decode_s
 from placement.plan import Slo
-from placement.workload.requests import Floats, Workload
+from placement.workload.prefixes import brought_len
+from placement.workload.requests import Floats, Ints, Workload
 
 SAMPLE = 512
 MARGIN = 1.1
 LATE_SHARE = 1.1  # steps may be so much longer than the TPOT target on the mean, while most requests meet it
 
 
-def prefill_alone_s(offer: Offer, prompt_len: int) -> float:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Lengths:
+    """Of some of a workload's requests. `cached_len`: whole pages at the beginning of each prompt, at most."""
+
+    prompt_len: Ints
+    output_len: Ints
+    cached_len: Ints
+
+    def at(self, rows: Ints) -> _Lengths:
+        return _Lengths(
+            prompt_len=self.prompt_len[rows], output_len=self.output_len[rows], cached_len=self.cached_len[rows]
+        )
+
+    @property
+    def prompts(self) -> list[tuple[int, int]]:
+        """Tokens of each, and how many of them are cached."""
+        return list(zip(self.prompt_len.tolist(), self.cached_len.tolist(), strict=True))
+
+    @property
+    def own_len(self) -> Ints:
+        """Tokens of each prompt that are computed, or sent, at least."""
+        return self.prompt_len - self.cached_len
+
+
+def _lengths(offer: Offer, workload: Workload) -> _Lengths:
+    return _Lengths(
+        prompt_len=workload.prompt_len, output_len=workload.output_len, cached_len=cached_len(offer, workload)
+    )
+
+
+def cached_len(offer: Offer, workload: Workload) -> Ints:
+    """Of each prompt, at most: at least one token is computed, for its logits."""
+    most: Ints = np.minimum(brought_len(workload), workload.prompt_len - 1)
+    return most // offer.page_size * offer.page_size
+
+
+def sampled_rows(workload: Workload, among: Ints | None = None) -> Ints:
+    """The requests that are looked at: the first, but of prompts that share prefixes any, as early ones find less
+    cached."""
+    rows = np.arange(len(workload)) if among is None else among
+    if not workload.blocks or len(rows) <= SAMPLE:
+        return rows[:SAMPLE]
+    drawn: Ints = np.sort(np.random.default_rng(0).choice(rows, size=SAMPLE, replace=False))
+    return drawn
+
+
+def prefill_alone_s(offer: Offer, prompt_len: int, cached_len: int = 0) -> float:
     """Arrival to first token with nobody else there: its chunks one after another, through all stages."""
-    latency, spent_s, begun = offer.latency, 0.0, 0
+    latency, spent_s, begun = offer.latency, 0.0, cached_len
     while begun < prompt_len:
         length = min(offer.max_batch_tokens, prompt_len - begun)
         stage_s = latency.prefill_s([(length, begun)])
@@ -43,47 +92,47 @@ def decode_alone_s(offer: Offer, context_tokens: int) -> float:
 
 
 def floors_s(prefill: Offer | None, decode: Offer | None, workload: Workload) -> tuple[Floats, Floats]:
-    """TTFT and TPOT of each of the workload's first requests alone; 0 for a phase that is not asked about."""
-    sample = workload.first(SAMPLE)
-    prompts, outputs = sample.prompt_len.tolist(), sample.output_len.tolist()
-    ttft, tpot = np.zeros(len(prompts)), np.zeros(len(prompts))
+    """TTFT and TPOT of each of the workload's sampled requests alone; 0 for a phase that is not asked about."""
+    rows = sampled_rows(workload)
+    ttft, tpot = np.zeros(len(rows)), np.zeros(len(rows))
     if prefill is not None:
-        known = {length: prefill_alone_s(prefill, length) for length in set(prompts)}
-        ttft = np.array([known[length] for length in prompts])
+        prompts = _lengths(prefill, workload).at(rows).prompts
+        known = {prompt: prefill_alone_s(prefill, *prompt) for prompt in set(prompts)}
+        ttft = np.array([known[prompt] for prompt in prompts])
     if decode is not None:
-        rows = zip(prompts, outputs, strict=True)
-        tpot = np.array([decode_alone_s(decode, p + o // 2) if o > 1 else 0.0 for p, o in rows])
+        lengths = zip(workload.prompt_len[rows].tolist(), workload.output_len[rows].tolist(), strict=True)
+        tpot = np.array([decode_alone_s(decode, p + o // 2) if o > 1 else 0.0 for p, o in lengths])
     return ttft, tpot
 
 
 def floor_share(prefill: Offer | None, decode: Offer | None, workload: Workload, targets: Targets) -> float:
     """The attainment less its target with nobody else there: below 0, no rate keeps the SLO."""
     ttft, tpot = floors_s(prefill, decode, workload)
-    ttft_s, tpot_s = targets.limits_s(workload.first(SAMPLE))
+    sample = workload.without_prefixes(sampled_rows(workload))
+    ttft_s, tpot_s = targets.limits_s(sample)
     met = (ttft <= ttft_s) & (tpot <= tpot_s)
     slacks = []
-    for is_of, wanted in targets.groups(workload.first(SAMPLE)).values():
+    for is_of, wanted in targets.groups(sample).values():
         if is_of.any():
             slacks.append(float(met[is_of > 0].mean()) - wanted)
     return min(slacks)
 
 
-def _served(offer: Offer, workload: Workload) -> tuple[Workload, float]:
-    """Those that a router does not refuse for their length, which cost nothing, and their share."""
+def _served(offer: Offer, workload: Workload) -> tuple[Ints, float]:
+    """The rows of those that a router does not refuse for their length, which cost nothing, and their share."""
     is_served = workload.prompt_len + workload.output_len <= (offer.max_len or math.inf)
     if is_served.all() or not is_served.any():
-        return workload, 1.0
-    return workload.lengths_of(np.flatnonzero(is_served).astype(np.int64)), float(is_served.mean())
+        return np.arange(len(workload)), 1.0
+    return np.flatnonzero(is_served).astype(np.int64), float(is_served.mean())
 
 
 def prefill_bound(offer: Offer, workload: Workload) -> float:
     """Prompts a second that one worker cannot exceed."""
-    workload, share = _served(offer, workload)
-    prompts = workload.prompt_len[:SAMPLE].tolist()
-    alone_s = sum(_stage_s(offer, [(length, 0)]) for length in prompts)
+    rows, share = _served(offer, workload)
+    prompts = _lengths(offer, workload).at(sampled_rows(workload, rows)).prompts
+    alone_s = sum(_stage_s(offer, [(length - cached, cached)]) for length, cached in prompts)
     packed_s, step, left = 0.0, [], offer.max_batch_tokens
-    for length in prompts:
-        begun = 0
+    for length, begun in prompts:
         while begun < length:
             part = min(left, length - begun)
             step.append((part, begun))
@@ -102,16 +151,27 @@ def _stage_s(offer: Offer, chunks: list[tuple[int, int]]) -> float:
 
 def mean_context(workload: Workload) -> float:
     """Tokens that a decode step attends to for one request, on the mean over steps."""
-    made = np.maximum(workload.output_len - 1, 0).astype(np.float64)
+    return _mean_held(workload.prompt_len, workload.output_len)
+
+
+def _mean_held(prompt_len: Ints, output_len: Ints) -> float:
+    """These tokens of a request's prompt and what it has made, on the mean over steps."""
+    made = np.maximum(output_len - 1, 0).astype(np.float64)
     if not made.any():
-        return float(workload.prompt_len.mean())
-    return float((made * (workload.prompt_len + made / 2)).sum() / made.sum())
+        return float(prompt_len.mean())
+    return float((made * (prompt_len + made / 2)).sum() / made.sum())
 
 
 def decode_batch(offer: Offer, workload: Workload, tpot_s: float) -> int:
     """The largest batch that the pages hold and whose step is not too long; at least 1."""
-    context = mean_context(workload)
-    most = max(1, min(offer.max_batch_size, int(offer.kv_tokens / context)))
+    return _largest_batch(offer, _lengths(offer, workload), tpot_s)
+
+
+def _largest_batch(offer: Offer, lengths: _Lengths, tpot_s: float) -> int:
+    """Pages of a prefix are held once, whoever has it."""
+    context = _mean_held(lengths.prompt_len, lengths.output_len)
+    own = _mean_held(lengths.own_len, lengths.output_len)
+    most = max(1, min(offer.max_batch_size, int(offer.kv_tokens / own)))
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -124,20 +184,21 @@ def decode_batch(offer: Offer, workload: Workload, tpot_s: float) -> int:
 
 def link_bound(offer: Offer, workload: Workload) -> float:
     """Prompts a second whose KV one worker can send, or take, over its link."""
-    workload, share = _served(offer, workload)
-    prompts = workload.prompt_len[:SAMPLE].tolist()
-    wire_s = sum(offer.latency.transfer_s(length) for length in prompts) / len(prompts)
+    rows, share = _served(offer, workload)
+    sent = _lengths(offer, workload).at(sampled_rows(workload, rows)).own_len.tolist()
+    wire_s = sum(offer.latency.transfer_s(length) for length in sent) / len(sent)
     return 1 / wire_s / share if wire_s else math.inf
 
 
 def decode_bound(offer: Offer, workload: Workload, tpot_s: float) -> float:
     """Requests a second whose tokens one worker cannot exceed."""
-    workload, share = _served(offer, workload)
-    steps = float(np.maximum(workload.output_len - 1, 0).mean())
+    rows, share = _served(offer, workload)
+    lengths = _lengths(offer, workload).at(rows)
+    steps = float(np.maximum(lengths.output_len - 1, 0).mean())
     if not steps:
         return math.inf
-    batch = decode_batch(offer, workload, tpot_s)
-    return MARGIN * batch / (_step_s(offer, batch, mean_context(workload)) * steps) / share
+    batch, context = _largest_batch(offer, lengths, tpot_s), _mean_held(lengths.prompt_len, lengths.output_len)
+    return MARGIN * batch / (_step_s(offer, batch, context) * steps) / share
 
 
 def _step_s(offer: Offer, batch: int, context: float) -> float:

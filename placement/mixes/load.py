@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from placement.workload.prefixes import brought_len
 from placement.workload.requests import Workload
 from placement.workload.traffic import Traffic
 
@@ -61,6 +62,17 @@ class DrawnLoad:
         return self.traffic.during(max(self.seconds, self.min_requests / rate), rate, seed)
 
 
+def on_prefixes(source: Workload) -> str:
+    """What of its prompts a mix may have cached, and is counted as work; nothing where prompts share no prefix."""
+    share = float(brought_len(source).sum() / source.prompt_len.sum())
+    if not share:
+        return ""
+    return (
+        f"Up to {share:.0%} of the prompts' tokens are prefixes of earlier prompts: with several kinds of machines all "
+        "are counted as computed, so fewer may do. A plan of one kind counts what is cached."
+    )
+
+
 def drawn_load(
     source: Workload,
     *,
@@ -70,9 +82,9 @@ def drawn_load(
     seconds: float = DRAW_SECONDS,
     min_requests: int = 0,
 ) -> DrawnLoad:
-    """Requests that are drawn share no prefix: no machine is counted on to have one cached."""
+    """Requests share no prefix: no machine is counted on to have one cached, nor is any work counted so."""
     traffic = Traffic(
-        source=source if is_replay else replace(source, blocks=()),
+        source=replace(source, blocks=()),
         burstiness=burstiness,
         is_replay=is_replay,
         are_lengths_apart=are_lengths_apart,

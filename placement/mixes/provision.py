@@ -21,6 +21,7 @@ from placement.mixes.affordable import raise_if_all_too_dear, too_dear
 from placement.mixes.demand import rate_within, search_space
 from placement.mixes.designs import Design, Mix, Resource, all_designs
 from placement.mixes.grid import Asking, GridPoint, Limit
+from placement.mixes.load import on_prefixes
 from placement.mixes.machines import MachineType
 from placement.mixes.options import Provisioning, scenario_of
 from placement.mixes.report.advice import ByOtherRules
@@ -58,18 +59,24 @@ def provision(
     began_s = used_cpu_s()
     with open_runner(question.processes) as runner:  # how far it is, is told by the searches
         simulations = Simulations(scenario_of(question, workload, options), runner, on_progress)
-        plan = Provisioner(question, machines, options, simulations).plan()
+        plan = Provisioner(question, machines, options, simulations, on_prefixes(workload)).plan()
     own_s = used_cpu_s() - began_s
     return replace(plan, cpu_s=own_s + (plan.cpu_s if question.processes != 0 else 0.0))
 
 
 class Provisioner:
-    """The steps of one plan."""
+    """The steps of one plan. `caution`: a sentence on the workload for who reads it; empty: there is none."""
 
     def __init__(
-        self, question: PlanQuestion, machines: Sequence[MachineType], options: Provisioning, simulations: Simulations
+        self,
+        question: PlanQuestion,
+        machines: Sequence[MachineType],
+        options: Provisioning,
+        simulations: Simulations,
+        caution: str,
     ) -> None:
         self.question = question
+        self.caution = caution
         self.options = options
         self.simulations = simulations
         self.scenario = simulations.scenario
@@ -109,7 +116,7 @@ class Provisioner:
             raise PlanError(self._why_nothing())
         rated = sorted(self._with_highest_rates(rated), key=self._rank)
         other = self._by_other_rules(rated[0])
-        return plan_of(
+        plan = plan_of(
             self.question,
             self._asked(),
             self.simulations,
@@ -118,6 +125,7 @@ class Provisioner:
             refused=self.refused,
             other=other,
         )
+        return replace(plan, advice=tuple(filter(None, (*plan.advice, self.caution))))
 
     def _asked(self) -> dict[str, Any]:
         question, options, load = self.question, self.options, self.scenario.load
@@ -158,7 +166,8 @@ class Provisioner:
 
     def _why_nothing(self) -> str:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
-        return f"no design does what is asked ({reasons}); give a looser SLO, other machines or a larger budget"
+        why = f"no design does what is asked ({reasons}); give a looser SLO, other machines or a larger budget"
+        return f"{why}. {self.caution.removesuffix('.')}" if self.caution else why
 
     # searches
 

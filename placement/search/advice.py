@@ -18,7 +18,7 @@ ALIKE = 0.05  # of a goodput: what searches of two clusters may differ by
 class Findings:
     """`relief`: the attainment at `over` requests/s, as it is ("") and with one worker more of a role. `arrivals`: what
     drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any. `no_room`: which requests nobody
-    of it can hold."""
+    of it can hold. `has_decode`: not all outputs are one token."""
 
     chosen: Goodput
     tried: Sequence[Goodput]
@@ -32,6 +32,7 @@ class Findings:
     arrivals: str
     acceptance: float | None = None
     no_room: str = ""
+    has_decode: bool = True
 
     @property
     def keeping(self) -> list[Goodput]:
@@ -60,6 +61,8 @@ def _on_disaggregation(findings: Findings) -> str:
     is_colocated, rate = kind == "one pool", findings.rate
     here = f"at {rate:g} requests/s with as few {chosen.candidate.unit}s" if rate else "here"
     other = next((each for each in findings.keeping if each.candidate.kind not in ("hybrid", kind)), None)
+    if is_colocated and not findings.has_decode:
+        return "Do not disaggregate: every output is one token, which prefill makes, so nobody decodes."
     if kind == "hybrid" and other is None:
         return f"Run a hybrid: no pure placement keeps the targets {here}."
     if other is None and is_colocated and not findings.rate and chosen.candidate.gpus == 1:  # all that there are
@@ -73,8 +76,7 @@ def _on_disaggregation(findings: Findings) -> str:
     takes = "has"
     if findings.rate and chosen.candidate.gpus != other.candidate.gpus:
         takes = "takes"
-        taken = f"{chosen.candidate.gpus} {chosen.candidate.unit}s"
-        ratio = f"{taken} for {findings.rate:g} requests/s, against {other.candidate.gpus} of"
+        ratio = f"{_taken(chosen)} for {findings.rate:g} requests/s, against {other.candidate.gpus} of"
     elif abs(gain - 1) < ALIKE:
         pays = "makes no difference that is sure"
     sure = "" if _is_surely_better(chosen, other) else ", but their intervals overlap"
@@ -88,6 +90,11 @@ def _on_disaggregation(findings: Findings) -> str:
     if kind == "hybrid":
         return f"A hybrid {pays}: {ratio} the best pure placement, {other.candidate.label}{sure}."
     return f"Disaggregation {pays}: {ratio} the best colocated candidate, {other.candidate.label}{sure}."
+
+
+def _taken(goodput: Goodput) -> str:
+    gpus, unit = goodput.candidate.gpus, goodput.candidate.unit
+    return f"{gpus} {unit}{'s' if gpus > 1 else ''}"
 
 
 def _on_guesses(findings: Findings) -> str:
@@ -106,7 +113,7 @@ def _on_guesses(findings: Findings) -> str:
     ratio, unit = guessing.per_gpu / plain.per_gpu, plain.candidate.unit
     meant = f"{ratio:.2f} times the goodput per {unit} of the best without"
     if findings.rate and guessing.candidate.gpus != plain.candidate.gpus:
-        meant = f"{guessing.candidate.gpus} {unit}s in place of {plain.candidate.gpus}"
+        meant = f"{_taken(guessing)} in place of {plain.candidate.gpus}"
     elif abs(ratio - 1) < ALIKE:
         advised = "Speculating makes no difference that is sure"
     batch = f"a worker that decodes has {_batch(guessing):.3g} requests at once, and {_batch(plain):.3g} without"

@@ -104,6 +104,7 @@ class PlanAnswer:
             asked_colocated=self.question.colocated,
             arrivals=self._arrivals(),
             acceptance=self._acceptance(),
+            has_decode=self.problem.traffic.source.has_decode,
             no_room=no_room(self.problem.traffic.source, chosen.candidate, self._max_len(chosen.candidate)),
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from placement.catalogs.base import Offer, PlanError
-from placement.goodput.bounds import SAMPLE, floor_share, floors_s, relaxed
+from placement.goodput.bounds import cached_len, floor_share, floors_s, relaxed, sampled_rows
 from placement.goodput.targets import Targets
 from placement.plan import Candidate, Slo
 from placement.search.problem import PhaseRole, PlacementProblem, SearchLog, WorkerGoodput
@@ -22,7 +22,8 @@ def raise_if_nothing_fits(problem: PlacementProblem, offers: Sequence[Offer], lo
     """A model that no degree holds, requests that no worker holds, targets that no degree meets when idle."""
     model, hardware = problem.catalog.model, problem.hardware
     if not offers:
-        reason = next(iter(log.refused.values()), f"no degree takes {num_gpus} or fewer {_unit(problem)}s")
+        largest = [*log.refused.values()][-1:]
+        reason = next(iter(largest), f"no degree takes {num_gpus} or fewer {_unit(problem)}s")
         raise PlanError(f"{model} fits nowhere on {num_gpus} x {hardware}: {reason}")
     _raise_if_too_long(problem, offers)
     for role in ("prefill", "decode"):
@@ -130,14 +131,15 @@ def why_nothing(
             "share"
         )
     role: PhaseRole = "decode" if prefills else "prefill"
-    most = max(offer.degrees.gpus for offer in offers)
+    gpus = max(offer.degrees.gpus for offer in offers)
+    most = f"{gpus} GPU{'s' if gpus > 1 else ''}"
     if target := _target(problem.targets, role):
         return (
-            f"{target}: no {role} worker of up to {most} GPUs keeps it for {wanted} but when idle; ask for a longer "
+            f"{target}: no {role} worker of up to {most} keeps it for {wanted} but when idle; ask for a longer "
             "one or allow more GPUs to a worker"
         )
     why = next((reason for name, reason in log.refused.items() if name.startswith(role)), "none kept up")
-    return f"no {role} worker of up to {most} GPUs serves these requests ({why}); allow more GPUs to a worker"
+    return f"no {role} worker of up to {most} serves these requests ({why}); allow more GPUs to a worker"
 
 
 def _target(targets: Targets, role: PhaseRole) -> str:
@@ -167,16 +169,19 @@ def floor_sentence(problem: PlacementProblem, role: PhaseRole, offer: Offer) -> 
     """TTFT 100 ms: a prompt of 2,735 tokens (P90) takes 310 ms alone on A100 at TP 8. Of the class that is furthest
     from its share, and of its request at the percentile that is to be attained: a mean may well meet the target."""
     is_prefill = role == "prefill"
-    sample = problem.traffic.source.first(SAMPLE)
-    ttft, tpot = floors_s(offer if is_prefill else None, None if is_prefill else offer, sample)
-    floors = ttft if is_prefill else tpot
+    source = problem.traffic.source
+    sampled = sampled_rows(source)
+    ttft, tpot = floors_s(offer if is_prefill else None, None if is_prefill else offer, source)
+    floors, sample = (ttft if is_prefill else tpot), source.without_prefixes(sampled)
     slo, rows = _furthest(problem.targets, sample, floors, is_prefill=is_prefill)
     ordered = rows[np.argsort(floors[rows], kind="stable")]
     at = int(ordered[math.ceil(slo.attainment * len(rows)) - 1])
     where, share = f"on {problem.hardware} at {offer.degrees}", f"P{100 * slo.attainment:.4g}"
     prompt_len, took = int(sample.prompt_len[at]), ms(float(floors[at]))
     if is_prefill:
-        return f"TTFT {ms(slo.ttft_s)}: a prompt of {prompt_len:,} tokens ({share}) takes {took} alone {where}"
+        cached = int(cached_len(offer, source)[sampled[at]])
+        what = f"a prompt of {prompt_len:,} tokens ({share}{f', {cached:,} of them cached' if cached else ''})"
+        return f"TTFT {ms(slo.ttft_s)}: {what} takes {took} alone {where}"
     context = prompt_len + int(sample.output_len[at]) // 2
     step = f"one decode step of {problem.catalog.model} at batch 1 with {context:,} tokens of context ({share})"
     return f"TPOT {ms(slo.tpot_s)}: {step} takes {took} {where}"

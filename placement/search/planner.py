@@ -94,8 +94,9 @@ def _simulated(
 ) -> tuple[list[SimulatedCluster], Phases, list[WorkerGoodput]]:
     """Whole clusters; and of single workers each phase, and colocated ones."""
     problem, runner, log, question = search.problem, search.runner, search.log, search.question
-    prefills = screen_phase(problem, runner, "prefill", offers, log)
-    decodes = screen_phase(problem, runner, "decode", offers, log)
+    apart = offers if problem.traffic.source.has_decode else ()  # a decode worker would have nothing to do
+    prefills = screen_phase(problem, runner, "prefill", apart, log)
+    decodes = screen_phase(problem, runner, "decode", apart, log)
     colocated = screen_colocated(problem, runner, offers, log) if question.colocated else []
     placements = _promising(question, _two_pools(search, prefills, decodes)) + _colocated(search, colocated)
     if question.rate:

@@ -80,6 +80,11 @@ class Workload:
         return len(self.arrival_s)
 
     @property
+    def has_decode(self) -> bool:
+        """Not where every output is one token, which prefill makes."""
+        return bool(self.output_len.max() > 1)
+
+    @property
     def duration_s(self) -> float:
         """From the first arrival to the last."""
         return float(self.arrival_s[-1] - self.arrival_s[0])
@@ -113,13 +118,14 @@ class Workload:
             slo_tpot_s=self.slo_tpot_s[:count],
         )
 
-    def lengths_of(self, rows: Ints) -> Workload:
-        """These of its requests, by their lengths alone."""
+    def without_prefixes(self, rows: Ints) -> Workload:
+        """These of its requests; they share no prefix."""
         return Workload(
             arrival_s=self.arrival_s[rows],
             prompt_len=self.prompt_len[rows],
             output_len=self.output_len[rows],
             name=self.name,
+            **self.marks(rows),
         )
 
     def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:

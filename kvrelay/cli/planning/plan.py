@@ -1,14 +1,17 @@
 """`kvrelay plan`: how many prefill and decode workers, with which parallelism, at what cost, and how sure that is.
 
 It owns the flags (lengths and traces named as those of `kvrelay bench`), what is printed and the exit code. The answer
-goes to stdout, progress and a first answer to stderr; with --json stdout is one object.
+goes to stdout, progress and a first answer to stderr; with --json stdout is one object. The answer is printed before it
+is written.
 
 Exit codes: 0 planned; 1 it failed; 2 asked wrongly, or for what cannot be (one sentence says why); 130 interrupted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,26 +82,43 @@ def plan(
     no_progress: NoProgressOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    from kvrelay.plan.folder import check_folder, plan_object, save
-    from kvrelay.plan.planning import ASKED_WRONGLY, make_plan
-    from kvrelay.plan.reading import build_request
+    from kvrelay.plan.planning import ASKED_WRONGLY
 
+    several = request is not None and len(request) > 1
     with exit_codes(as_json, wrong=ASKED_WRONGLY, interrupted="interrupted; nothing was written"):
-        if request and len(request) > 1:
-            _plan_several(request, asked, out, as_json=as_json, show=not no_progress)
-            return
-        wanted = build_request(request[0] if request else None, asked)
-        if out is not None:
-            check_folder(out)
-        with progress(show=not no_progress) as on_progress:
-            planned = make_plan(wanted, on_progress, None if no_progress else _tell_first)
-        saved = save(planned, wanted, out) if out is not None else None
+        make = _plan_several if several else _plan_one
+        answer = make(request or (), asked, out, show=not no_progress)
+    _tell(answer, as_json=as_json)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """`save`: writes the folder; None where none is wanted."""
+
+    plain: dict[str, Any]
+    tables: Iterable[RenderableType]
+    save: Callable[[], Saved] | None
+
+
+def _plan_one(paths: Sequence[Path], asked: dict[str, Any], out: Path | None, *, show: bool) -> _Answer:
+    from kvrelay.plan.folder import check_folder, plan_object, save
+    from kvrelay.plan.planning import make_plan
+    from kvrelay.plan.reading import build_request
     from kvrelay.plan.tables import tables
 
-    _tell(plan_object(planned), tables(planned), saved, as_json=as_json)
+    wanted = build_request(paths[0] if paths else None, asked)
+    if out is not None:
+        check_folder(out)
+    with progress(show=show) as on_progress:
+        planned = make_plan(wanted, on_progress, _tell_first if show else None)
+    return _Answer(
+        plain=plan_object(planned),
+        tables=tables(planned),
+        save=partial(save, planned, wanted, out) if out is not None else None,
+    )
 
 
-def _plan_several(paths: Sequence[Path], asked: dict[str, Any], out: Path | None, *, as_json: bool, show: bool) -> None:
+def _plan_several(paths: Sequence[Path], asked: dict[str, Any], out: Path | None, *, show: bool) -> _Answer:
     from kvrelay.plan import together
     from kvrelay.plan.folder import check_folder
     from kvrelay.plan.reading import build_request
@@ -109,24 +129,47 @@ def _plan_several(paths: Sequence[Path], asked: dict[str, Any], out: Path | None
         check_folder(out)
     with progress(show=show) as on_progress:
         planned = together.plan_together(requests, on_progress)
-    saved = together.save(planned, out) if out is not None else None
-    _tell(together.as_object(planned), together.tables(planned), saved, as_json=as_json)
+    return _Answer(
+        plain=together.as_object(planned),
+        tables=together.tables(planned),
+        save=partial(together.save, planned, out) if out is not None else None,
+    )
 
 
-def _tell(plain: dict[str, Any], tables: Iterable[RenderableType], saved: Saved | None, *, as_json: bool) -> None:
-    from rich.console import Console
-
+def _tell(answer: _Answer, *, as_json: bool) -> None:
+    """A plan has taken long: it is told before it is written, or with why it could not be."""
+    if not as_json:
+        _print(answer.tables)
+    saved = _saved(answer, as_json=as_json)
     files = [str(file) for file in saved.files] if saved else []
     if as_json:
-        print_json(plain | ({"saved": files} if saved else {}))
-    else:
-        console = Console()
-        for table in tables:
-            console.print(table, highlight=False)
+        print_json(answer.plain | ({"saved": files} if saved else {}))
     for sentence in saved.notes if saved else ():
         note(sentence)
     if saved and not as_json:
         print(f"written: {', '.join(files)}")
+
+
+def _print(tables: Iterable[RenderableType]) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for table in tables:
+        console.print(table, highlight=False)
+
+
+def _saved(answer: _Answer, *, as_json: bool) -> Saved | None:
+    from placement.catalogs.base import PlanError
+
+    if answer.save is None:
+        return None
+    with exit_codes(False, wrong=(PlanError,), interrupted="interrupted; the folder may not be whole"):
+        try:
+            return answer.save()
+        except (PlanError, KeyboardInterrupt) as error:
+            if as_json:  # one object, whatever happens
+                print_json(answer.plain | {"error": {"message": str(error) or "interrupted"}})
+            raise
 
 
 def _tell_first(first: Goodput) -> None:

@@ -63,6 +63,33 @@ def test_a_model_that_does_not_fit() -> None:
     assert "; give " in told
 
 
+@pytest.mark.parametrize(
+    ("model", "hardware", "asked", "told"),
+    [
+        ("llama-3.1-70b", "h100-sxm", "--num-gpus 1", "on 1 GPU of 80 GB each (TP 1); give num_gpus 2 or more"),
+        ("llama-3.1-70b", "h100-sxm", "--budget 3", "on 1 GPU of 80 GB each (TP 1); give budget 5.9 or more"),
+        ("llama-3.1-70b", "h100-sxm", "--rate 1 --tensor-parallel 1", "(TP 1); give tensor_parallel 2 or more"),
+        (
+            "llama-3.1-70b",
+            "l40s",
+            "--rate 1 --tensor-parallel 2",
+            "48 GB each (TP 2); give tensor_parallel 4 or more",
+        ),
+        ("opt-175b", "h100-sxm", "--num-gpus 4 --max-pp 2", "(TP 1 x PP 2); give max_pp 6 and num_gpus 6 or more"),
+        (
+            "deepseek-v3",
+            "h200-sxm",
+            "--rate 5 --max-pp 4",
+            "on 8 GPUs of 141 GB each (TP 8), and its 61 layers divide into no 2 to 16 equal stages; give a smaller "
+            "model, or a GPU with more memory",
+        ),
+    ],
+)
+def test_a_model_that_needs_other_degrees_names_what_to_give(model: str, hardware: str, asked: str, told: str) -> None:
+    """Of the largest worker that may be, and by flags that there are."""
+    assert refused("--model", model, "--hardware", hardware, *asked.split(), *LENGTHS, *TARGETS).endswith(told)
+
+
 def test_a_rate_that_no_cluster_serves() -> None:
     told = refused(*MODEL, "--hardware", "h100-sxm", "--rate", "1e7", *LENGTHS, *TARGETS)
     assert told.startswith("rate is 1e+07 requests/s, which takes ")
@@ -223,9 +250,13 @@ def test_requests_longer_than_any_worker_holds() -> None:
     assert "tokens" in told
 
 
-def test_requests_that_end_with_their_first_token() -> None:
-    told = refused(*MODEL, *GPUS, "--random-input-len", "512", "--random-output-len", "1", *TARGETS)
-    assert "every output is 1 token, which prefill makes, so there is nothing to decode; give" in told
+@pytest.mark.parametrize("flags", [("--hardware", "h100-sxm,l40s"), ("--hardware", "h100-sxm", "--no-colocated")])
+def test_requests_that_end_with_their_first_token(flags: tuple[str, ...]) -> None:
+    """Nobody is to decode them, which pools of two kinds are for."""
+    one_token = ("--random-input-len", "512", "--random-output-len", "1")
+    told = refused(*MODEL, "--num-gpus", "8", *flags, *one_token, *TARGETS)
+    assert "every output is 1 token, which prefill makes, so there is nothing to decode: that is planned of" in told
+    assert told.endswith("; give one kind, and leave colocated on")
 
 
 def test_more_gpus_than_one_router_can_know_workers() -> None:
@@ -336,6 +367,25 @@ def test_out_says_what_it_wrote(planned: list[Any], tmp_path: Path, monkeypatch:
     assert result.exit_code == 0, result.output
     assert {path.name for path in (tmp_path / "new" / "plan").iterdir()} == {"cluster.yaml", "plan.json", "report.html"}
     assert "written: " in result.stdout
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_a_plan_that_cannot_be_written_is_told_all_the_same(
+    planned: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("kvrelay.plan.plots.figures.figures", lambda plan, width: {})
+    (tmp_path / "out" / "plan.json").mkdir(parents=True)
+    result = run(*MODEL, *GPUS, *LENGTHS, *TARGETS, *flags, "--no-progress", "--out", str(tmp_path / "out"))
+    why = f"--out is {tmp_path / 'out'}, where plan.json cannot be written (Is a directory); give another"
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {why}\n"
+    if flags:
+        found = json.loads(result.stdout)
+        assert found["answer"]["placement"] == "2 x prefill TP 2 + 1 x decode TP 4"
+        assert found["error"] == {"message": why}
+    else:
+        assert "The plan" in result.stdout
+        assert "written: " not in result.stdout
 
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def test_where_only_a_published_system_serves_there_is_no_spec(tmp_path: Path) -
 def test_classes_have_targets_of_their_own() -> None:
     classes = [{"name": "people", "share": 0.7}, {"name": "jobs", "share": 0.3}]
     asked = replace(PLAN, asked={**PLAN.asked, "classes": classes}, slo=Slo())
+    assert [target for _, target, _ in plan_words.percentile_rows(asked)] == ["by class", "by class"]
+    assert [target for _, target, _ in plan_words.percentile_rows(PLAN)] == ["250 ms", "25 ms"]
     told = plan_words.answer(asked)[1]
     assert told.startswith("This meets the targets of people and jobs for as many of each as asked up to ")
     assert plan_words.answer(PLAN)[1].startswith(

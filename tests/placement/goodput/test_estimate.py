@@ -12,7 +12,15 @@ import pytest
 from cluster.router.options import RouterOptions
 from mixed_worker.options import MixedOptions
 from placement.build.from_offers import phase_alone
-from placement.goodput.bounds import decode_bound, prefill_alone_s, prefill_bound, relaxed
+from placement.goodput.bounds import (
+    decode_batch,
+    decode_bound,
+    floors_s,
+    link_bound,
+    prefill_alone_s,
+    prefill_bound,
+    relaxed,
+)
 from placement.goodput.estimate import Effort, Estimate, burst, estimate
 from placement.goodput.stationary import (
     is_growing,
@@ -275,3 +283,42 @@ def test_what_is_refused_for_its_length_lowers_no_bound() -> None:
         assert bound == pytest.approx(prefill_bound(offer, source) / 0.9)
     assert decode_bound(offer, few, 0.05) == pytest.approx(decode_bound(offer, source, 0.05) / 0.9)
     assert prefill_bound(toy_offer(), few) < 0.1 * prefill_bound(offer, few)
+
+
+def sharing(count: int = 400) -> Workload:
+    """Prompts of 8 blocks of 16 tokens, 6 of them common, and each with one that only the next one has again."""
+    own = [(*range(6), 10 + row // 2, 1000 + row) for row in range(count)]
+    return replace(alike(count), prompt_len=np.full(count, 128), blocks=own, block_len=16)
+
+
+def test_what_an_earlier_prompt_brought_is_in_no_bound_and_no_floor() -> None:
+    offer, source = replace(toy_offer(link_s=0.01), max_batch_tokens=64), sharing()
+    whole = replace(source, blocks=())
+    computed = np.where(np.arange(400) % 2, 16, 32)
+    assert floors_s(offer, None, source)[0][1:] == pytest.approx(1e-3 * computed[1:])
+    assert floors_s(offer, None, source)[0][0] == prefill_alone_s(offer, 128) == pytest.approx(0.128)
+    assert prefill_bound(offer, source) == pytest.approx(1.1 * 400 / (computed.sum() + 96) * 1e3)
+    assert prefill_bound(offer, source) > 5 * prefill_bound(offer, whole)
+    assert link_bound(offer, source) == link_bound(offer, whole) == pytest.approx(100.0)  # whatever is sent
+
+    tight = replace(offer, num_pages=64)
+    assert decode_batch(tight, whole, 1.0) == 7
+    assert decode_batch(tight, source, 1.0) == 35
+
+
+def test_no_simulated_prompt_beats_its_floor_where_prefixes_are_shared() -> None:
+    offer, source = replace(toy_offer(), max_batch_tokens=64), sharing()
+    alone = replace(phase_alone("prefill", offer), message_s=0.0)
+    outcome = simulate(alone, replace(source, output_len=np.ones(400, dtype=np.int64)))
+    assert (outcome.ttft_s >= floors_s(offer, None, source)[0] - 1e-9).all()
+    assert outcome.ttft_s == pytest.approx(floors_s(offer, None, source)[0])
+    fast = simulate(alone, replace(source, arrival_s=np.zeros(400), output_len=np.ones(400, dtype=np.int64)))
+    assert 400 / fast.ttft_s.max() <= prefill_bound(offer, source)
+
+
+def test_of_prompts_that_share_prefixes_not_only_the_first_are_looked_at() -> None:
+    """The first thousand bring all that the others have."""
+    rows = np.arange(20_000)
+    source = replace(alike(20_000), blocks=[(int(row),) * 6 for row in rows % 1000], block_len=16)
+    late = floors_s(toy_offer(), None, source)[0] < prefill_alone_s(toy_offer(), 100)
+    assert 0.9 < late.mean() < 1

@@ -14,7 +14,7 @@ from placement.goodput.runner import open_runner
 from placement.goodput.targets import Judgement, Targets
 from placement.mixes.designs import Mix, all_designs
 from placement.mixes.grid import Asking, GridPoint, Limit, Space, prompts_beside
-from placement.mixes.load import drawn_load
+from placement.mixes.load import drawn_load, on_prefixes
 from placement.mixes.machines import MachineType
 from placement.mixes.options import Provisioning
 from placement.mixes.provision import provision
@@ -319,6 +319,24 @@ def test_a_replay_keeps_the_gaps_and_a_list_stops_after_its_seconds() -> None:
     assert np.diff(replay.arrival_s).tolist() == pytest.approx([0.2, 0.8])
     listed = ListLoad(source=source, seconds=2.0).at(2.0, 0)
     assert listed.arrival_s.tolist() == [0.0, 0.5]
+
+
+@pytest.mark.parametrize("is_replay", [False, True])
+def test_prefixes_are_counted_as_computed_and_that_is_told(is_replay: bool) -> None:
+    assert not drawn_load(shared(), is_replay=is_replay).at(2.0, 0).blocks
+    assert on_prefixes(requests()) == ""
+    ask = PlanQuestion(slo=SLO, rate=20.0, processes=0, is_replay=is_replay)
+    options = replace(QUICK, designs=("Baseline-B",), interval_seeds=1)
+    (told,) = (each for each in provision(ask, shop(), shared(), options=options).advice if "prefixes" in each)
+    assert told.startswith("Up to 1")
+    assert told.endswith("A plan of one kind counts what is cached.")
+    with pytest.raises(PlanError, match=r"alone on a machine\).* or a larger budget\. Up to 1\d% of the prompts'"):
+        provision(replace(ask, slo=replace(SLO, ttft_s=1e-6)), shop(), shared(), options=options)
+
+
+def shared() -> Workload:
+    source = requests()
+    return replace(source, blocks=[(0,)] * len(source), block_len=16)
 
 
 # processes

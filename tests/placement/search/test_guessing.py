@@ -127,6 +127,16 @@ def test_what_guesses_gain_or_cost_is_said(tried: Sequence[Goodput], rate: float
     assert not any("guesses" in sentence for sentence in advise(Findings(**findings)))
 
 
+@pytest.mark.parametrize(("gpus", "taken"), [(1, "1 GPU"), (2, "2 GPUs")])
+def test_one_gpu_is_not_many(gpus: int, taken: str) -> None:
+    chosen = replace(goodput(9.0, 0), candidate=mixed_of(toy_offer(), gpus, "bench", 512))
+    other = goodput(9.0, 0, 3)
+    assert other.candidate.gpus not in (1, 2)
+    findings: dict[str, Any] = {"binding": "none", "relief": {}, "over": 9.9, "headroom": 0.1, "error": 0.0}
+    findings |= {"chosen": chosen, "tried": (chosen, other), "asked_colocated": True, "arrivals": ""}
+    assert f" takes {taken} for 8 requests/s, against " in advise(Findings(**findings, rate=8.0))[0]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "rate", "told"),
     [

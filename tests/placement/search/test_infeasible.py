@@ -51,6 +51,14 @@ def test_the_figure_is_of_the_class_that_misses_its_targets() -> None:
     assert told == "TTFT 50 ms: a prompt of 100 tokens (P99) takes 100 ms alone on bench at TP 1"
 
 
+def test_what_is_cached_of_a_prompt_is_told_with_its_time() -> None:
+    source = replace(alike(), blocks=[(1, 2, row) for row in range(400)], block_len=32)
+    asked = replace(problem(slo=Slo(ttft_s=0.05)), traffic=Traffic(source=source))
+    assert idle_reason(asked, "prefill", toy_offer()) == ""
+    told = idle_reason(replace(asked, targets=Targets(slo=Slo(ttft_s=0.03))), "prefill", toy_offer())
+    assert told == "TTFT 30 ms: a prompt of 100 tokens (P90, 64 of them cached) takes 36 ms alone on bench at TP 1"
+
+
 def test_targets_of_classes_are_the_strictest_and_none_is_infinite() -> None:
     def told(*classes: RequestClass, slo: Slo = CLASSES[0].slo) -> str:
         log = SearchLog()
@@ -58,10 +66,10 @@ def test_targets_of_classes_are_the_strictest_and_none_is_infinite() -> None:
         return why_nothing(problem(*classes, slo=slo), [toy_offer()], log, 4, [], [], [])
 
     wanted = "for as many requests of each class as are to meet them but when idle"
-    assert told(*CLASSES, slo=Slo()).startswith(f"TTFT 250 ms: no prefill worker of up to 1 GPUs keeps it {wanted}")
-    assert told().startswith("TTFT 250 ms: no prefill worker of up to 1 GPUs keeps it for 90% of requests but when")
+    assert told(*CLASSES, slo=Slo()).startswith(f"TTFT 250 ms: no prefill worker of up to 1 GPU keeps it {wanted}")
+    assert told().startswith("TTFT 250 ms: no prefill worker of up to 1 GPU keeps it for 90% of requests but when")
     assert told(slo=Slo(tpot_s=0.02)).startswith(
-        "no prefill worker of up to 1 GPUs serves these requests (it holds too little); allow more GPUs"
+        "no prefill worker of up to 1 GPU serves these requests (it holds too little); allow more GPUs"
     )
 
 

@@ -329,6 +329,14 @@ def refusal(**ask: Any) -> str:
     return str(raised.value)
 
 
+@pytest.mark.parametrize("size", [{"num_gpus": 2}, {"num_gpus": None, "rate": 12.0}], ids=["gpus", "rate"])
+def test_requests_of_one_token_are_planned_as_mixed_workers(size: dict[str, Any]) -> None:
+    found = planned(Slo(ttft_s=1.0, tpot_s=0.001), workload=alike(output=1), **size)
+    assert [(pool.role, pool.replicas) for pool in found.chosen.candidate.pools] == [("mixed", 2)]
+    assert found.chosen.goodput.value == pytest.approx(20.0, rel=0.15)  # 10 prompts a second each
+    assert found.advice[0].startswith("Do not disaggregate: every output is one token, which prefill makes, ")
+
+
 def test_a_tpot_below_a_single_step() -> None:
     said = refusal(slo=Slo(ttft_s=1, tpot_s=0.001), catalog=ToyCatalog())
     step = "one decode step of toy at batch 1 with 105 tokens of context (P90) takes 3.43 ms"
@@ -341,7 +349,7 @@ def test_a_ttft_below_a_single_prompt() -> None:
 
 
 def test_a_model_that_fits_nowhere() -> None:
-    assert "toy fits nowhere on 4 x bench: TP 1: the toy has 0 heads" in refusal(catalog=ToyCatalog(largest=0))
+    assert "toy fits nowhere on 4 x bench: TP 4: the toy has 0 heads" in refusal(catalog=ToyCatalog(largest=0))
 
 
 def test_prompts_longer_than_all_pages() -> None:
