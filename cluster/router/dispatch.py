@@ -101,6 +101,9 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Send what the queue may send now, so many in a turn of the loop, and let begin whose turn has come."""
+        if self._policy.num_aside:
+            for given_up in self._policy.give_up_aside(self._clock()):
+                self.retry(self._live[given_up.request_id], given_up)
         while wire_id := self._policy.next_turn():
             self._links[self._live[wire_id].decode].begin(wire_id)
         if self._sends_more:

@@ -517,7 +517,9 @@ class Router:
             self.metrics.counts["preempted"] += 1
             self._dispatcher.retry(live, self.policy.on_preempted(live.wire_id))
             return
-        reason = f"{link.name}: {event.reason}" if event.reason else f"{link.name} gave up on it"
+        is_named = event.peer and event.reason.startswith(event.peer)  # its own words, passed on
+        words = f"{link.name}: {event.reason}" if event.reason else f"{link.name} gave up on it"
+        reason = event.reason if is_named else words
         self._dispatcher.cancel_at_workers(live, reason, but=link.name)
         is_stopping = event.kind == pb.EVENT_KIND_CANCELLED  # whom we cancel is not here any more
         cause: Cause = "room" if is_stopping else CAUSES.get(event.cause, "")

@@ -58,6 +58,7 @@ class RouterPolicy:
         self._workers = Workers(self.options)
         self._requests: dict[str, RoutedRequest] = {}
         self._queue = WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
+        self._aside: dict[str, float | None] = {}  # from the queue, as few can serve them; since when nobody can
 
     def take_options(self, options: RouterOptions) -> None:
         """Go by these from now on: what was placed stays so."""
@@ -69,12 +70,17 @@ class RouterPolicy:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return len(self._queue) + len(self._aside)
+
+    @property
+    def num_aside(self) -> int:
+        """Of these, those that only some workers can serve."""
+        return len(self._aside)
 
     @property
     def queued(self) -> list[str]:
         """The requests that wait."""
-        return list(self._queue)
+        return [*self._queue, *self._aside]
 
     @property
     def queued_tokens(self) -> int:
@@ -82,7 +88,7 @@ class RouterPolicy:
 
     def queued_before(self, request_id: str, most: int) -> list[str]:
         """Of the requests that go before one that has just been queued so many."""
-        return self._queue.before(request_id, most)
+        return self._queue.before(request_id, most) if request_id in self._queue else []
 
     @property
     def most_free_pages(self) -> int:
@@ -222,9 +228,10 @@ class RouterPolicy:
         if why := self._workers.placing.why_never(shape, is_resent=is_resent):
             return Unavailable(reason=why) if is_resent else Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape, shape.past, now)
+        is_next = self._queue.is_behind(shape.priority, is_resent=is_resent)
         if absent:
             why = _not_ready(absent)
-        elif self._queue.is_behind(shape.priority, is_resent=is_resent):
+        elif is_next:
             placed = self._place(request, now)
             if isinstance(placed, Assigned):
                 self._requests[shape.id] = request
@@ -236,8 +243,14 @@ class RouterPolicy:
             return Rejected(reason=why, retry_after_s=self._queue.retry_after_s())
         if not is_resent and (full := self._queue.why_full(shape.owner, shape.prompt_len)):
             return Rejected(reason=full, retry_after_s=self._queue.retry_after_s())
+        if shape.past.unable and not is_resent and len(self._aside) >= self.options.max_queued_requests:
+            why = f"{len(self._aside)} requests wait for the workers that can serve them"
+            return Rejected(reason=why, retry_after_s=self._queue.retry_after_s())
         self._requests[shape.id] = request
-        self._queue.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)
+        if shape.past.unable and not absent and is_next:
+            self._aside[shape.id] = None
+        else:
+            self._queue.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)
         return Queued(reason=why)
 
     def _informed(self, shape: RequestShape, now: float, *, is_resent: bool) -> RequestShape:
@@ -246,13 +259,29 @@ class RouterPolicy:
         if not unable or shape.pair is not None:
             return shape
         informed = replace(shape, past=replace(shape.past, unable=shape.past.unable | unable))
-        return shape if self._workers.placing.why_never(informed, is_resent=is_resent) else informed
+        placing = self._workers.placing
+        is_never = self._never_able(informed.past, now) or placing.why_never(informed, is_resent=is_resent)
+        return shape if is_never else informed
+
+    def _never_able(self, past: Past, now: float) -> bool:
+        """Nobody who is there can serve it, nor one who was there lately and may come back."""
+        phase = self._workers.placing.why_unable(past)[1]
+        return bool(phase) and now - self._workers.lost_s.get(phase, -math.inf) >= self.options.unavailable_grace_s
 
     def next_assignable(self, now: float) -> Assigned | None:
         """Workers for the next of the queue that may go, which leaves it; None while all must wait. By priority, first
         come first, but that one for which there are no pages lets smaller ones go before it, so many times."""
-        if not self._queue or self.missing_phase:
+        if self.missing_phase:
             return None
+        if self._aside and (assigned := self._next_of_aside(now)) is not None:
+            return assigned
+        while (gone := self._next_of_queue(now)) is not None and not isinstance(gone, Assigned):
+            self._queue.drop(gone)
+            self._aside[gone] = None
+        return gone
+
+    def _next_of_queue(self, now: float) -> Assigned | str | None:
+        """Or who shall go aside, that others need not wait for workers which they can do without."""
         passed: list[str] = []
         for request_id in self._queue.in_order():
             request = self._requests[request_id]
@@ -262,11 +291,40 @@ class RouterPolicy:
                 for each in passed:
                     self._queue.on_passed(each)
                 return placed
+            if request.past.unable:
+                return request_id
             if placed.lacks_pages and self._queue.passed(request_id) < self.options.max_passes:
                 passed.append(request_id)
             elif placed.lacks_pages or request.past.died_in != PREFILL:
                 return None
         return None
+
+    def _next_of_aside(self, now: float) -> Assigned | None:
+        """Of each kind the first that may go."""
+        tried: set[str] = set()
+        for request_id in self._aside:
+            request = self._requests[request_id]
+            if request.shape.kind in tried:
+                continue
+            placed = self._place(request, now)
+            if isinstance(placed, Assigned):
+                del self._aside[request_id]
+                return placed
+            tried.add(request.shape.kind)
+        return None
+
+    def give_up_aside(self, now: float) -> list[GiveUp]:
+        """Those that nobody has been able to serve for as long as one waits while a phase has no worker."""
+        given_up: list[GiveUp] = []
+        for request_id, since_s in [*self._aside.items()]:
+            why, _ = self._workers.placing.why_unable(self._requests[request_id].past, is_open=True)
+            if not why:
+                self._aside[request_id] = None
+            elif since_s is None:
+                self._aside[request_id] = now
+            elif now - since_s >= self.options.unavailable_grace_s:
+                given_up.append(self._give_up(request_id, why))
+        return given_up
 
     def next_turn(self) -> str | None:
         """A request that its decode worker has held, and computes from now on: tell it to begin. None: nobody's turn
@@ -282,7 +340,7 @@ class RouterPolicy:
     def give_up_waiting(self, request_id: str, now: float) -> GiveUp | None:
         """It has waited in the queue for as long as one does while a phase has no worker; None: it may wait on."""
         absent_s = self._workers.absent_s
-        if request_id not in self._queue or absent_s is None:
+        if absent_s is None or not (request_id in self._queue or request_id in self._aside):
             return None
         since_s = max(absent_s, self._requests[request_id].queued_s)
         if now < since_s + self.options.unavailable_grace_s:
@@ -504,7 +562,7 @@ class RouterPolicy:
             return GiveUp(request_id=request_id, reason=reason, code="INVALID_ARGUMENT")
         if cause == "worker" and (peer or worker) not in request.past.unable:
             self.health.inability.note(request.shape.kind, peer or worker, now)
-            return self._retry_past(request, reason, peer or worker)
+            return self._retry_past(request, reason, peer or worker, now)
         avoid = {request.decode} if request.has_first_token else {request.prefill, request.decode}
         if cause == "step":
             self.health.on_failed(worker, reason, now)
@@ -521,10 +579,10 @@ class RouterPolicy:
             return GiveUp(request_id=request_id, reason=reason)
         return retry_failed(request_id, request.past, reason, frozenset(avoid), self.options.max_attempts)
 
-    def _retry_past(self, request: RoutedRequest, reason: str, unable: str) -> Retry:
+    def _retry_past(self, request: RoutedRequest, reason: str, unable: str, now: float) -> Retry:
         """By the workers that have not said that they cannot serve it, if there are any."""
         retry = retry_past(request.shape.id, request.past, reason, unable)
-        if request.shape.pair is not None or self._workers.placing.why_unable(retry.past):
+        if request.shape.pair is not None or self._never_able(retry.past, now):
             return GiveUp(request_id=request.shape.id, reason=reason, code="INVALID_ARGUMENT")
         return retry
 
@@ -566,13 +624,13 @@ class RouterPolicy:
             if not pardoned.died_in and request.past.died_in:
                 if self._queue.drop(request.shape.id):
                     self._queue.add(request.shape, is_resent=True)
-                else:
+                elif request.shape.id not in self._aside:
                     self.health.on_passed(request)
             request.past = pardoned
 
     def _give_up_misfits(self, why: str) -> list[GiveUp]:
         """Of those that wait, what no worker that is there could ever hold."""
-        misfits = [(i, self._workers.placing.why_never(self._requests[i].shape)) for i in self._queue]
+        misfits = [(i, self._workers.placing.why_never(self._requests[i].shape)) for i in self.queued]
         return [self._give_up(i, f"{why}{never}") for i, never in misfits if never]
 
     def _give_up(self, request_id: str, reason: str) -> GiveUp:
@@ -583,6 +641,9 @@ class RouterPolicy:
         request = self._requests.pop(request_id, None)
         if request is None or self._queue.drop(request_id):
             return
+        if request_id in self._aside:
+            del self._aside[request_id]
+            return
         self._workers.release(request)
 
     def check_invariants(self) -> None:
@@ -591,7 +652,8 @@ class RouterPolicy:
         self._queue.check_invariants()
         for request_id, request in self._requests.items():
             is_assigned = bool(request.prefill and request.decode)
-            assert is_assigned != (request_id in self._queue), f"{request_id} is in two places, or in none"
+            waits = (request_id in self._queue) + (request_id in self._aside)
+            assert is_assigned + waits == 1, f"{request_id} is in two places, or in none"
         self._workers.check_invariants(self._requests)
 
 

@@ -40,6 +40,7 @@ class Workers:
         self.moving = Moving(self.decode, self.health, is_better, could_gain, may_balance=may_balance)
         self.passing = Passing(self.prefill, self.decode, self.health)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
+        self.lost_s: dict[str, float] = {}  # by phase: when the last one was
         self._costs: dict[str, StepCosts] = {}  # by role: what one of them told last
         self._options = options
 
@@ -93,6 +94,7 @@ class Workers:
         self.health.forget(name)
         self.handoff_times.forget(name)
         self._note_absence(now)
+        self.lost_s |= dict.fromkeys([phase for phase, lost in ((PREFILL, prefill), (DECODE, decode)) if lost], now)
         return prefill or decode
 
     def _is_known(self, name: str) -> bool:

@@ -766,6 +766,7 @@ def test_random_walk_keeps_every_request_in_one_place(seed: int, names: tuple[st
                 for each in sorted(known):
                     if rng.random() < 0.5:
                         policy.on_renamed(each)
+                known -= {given_up.request_id for given_up in policy.give_up_aside(now)}
             case 17:
                 for each in policy.unread(rng.choice(names), now):
                     policy.pass_on(each, now)

@@ -126,7 +126,7 @@ def test_who_cannot_serve_one_request_is_not_asked_about_another_of_its_kind_for
     assigned(policy.assign(replace(shape("d"), kind="sql"), 60.0))
     assert isinstance(unable(policy, "d", "p0"), Resend)
     assert lost(policy, "p1") == []
-    assert read_at("e", "sql", 1.0) == "p0", "there is no other, and it says itself why not"
+    assert read_at("e", "sql", 100.0) == "p0", "there is no other, and it says itself why not"
     assert lost(policy, "p0") == []
     for name in ("p0", "p1"):
         policy.on_worker_up(WorkerView(name=name, role="prefill", total_pages=100, page_size=PAGE), 2.0)
@@ -150,17 +150,57 @@ def test_a_worker_that_says_twice_that_it_cannot_serve_a_request_costs_an_attemp
     assert given_up.code == "UNAVAILABLE"
 
 
-def test_what_waits_for_a_worker_that_can_serve_it_does_not_outlast_that() -> None:
-    policy = cluster("p0", "p1", "d0", options=RouterOptions(max_backlog_tokens=10))
-    one = frozenset({"p0"})
-    assigned(policy.assign(shape("a", unable=one), 0.0))
-    assert isinstance(policy.assign(shape("b", unable=one), 0.0), Queued)
-    assert isinstance(policy.assign(shape("c"), 0.0), Queued)
-    [resent, given_up] = policy.on_worker_lost("p1", "it died", 1.0)
-    assert (resent.request_id, given_up.request_id) == ("a", "b")
-    reason = "p1 is lost: it died, and p0 cannot serve it, and there is no other prefill worker; try again later"
-    assert given_up == GiveUp(request_id="b", reason=reason)
-    assert isinstance(policy.assign(shape("a#2", unable=one), 1.0, is_resent=True), Unavailable)
+ONE = frozenset({"p0"})
+
+
+def test_what_only_some_can_serve_keeps_nobody_else_waiting() -> None:
+    policy = cluster("p0", "p1", "d0", options=RouterOptions(max_backlog_tokens=40))
+    assert assigned(policy.assign(shape("a", unable=ONE), 0.0)).prefill == "p1"
+    for each in ("b", "c"):
+        assert isinstance(policy.assign(shape(each, unable=ONE), 0.0), Queued)
+    assert assigned(policy.assign(shape("d"), 0.0)).prefill == "p0"
+    assert (policy.next_assignable(0.0), policy.num_queued, policy.num_aside) == (None, 2, 2)
+    policy.check_invariants()
+    policy.on_finished("a")
+    assert [assigned_id(policy.next_assignable(0.0)), policy.next_assignable(0.0)] == ["b", None]
+    policy.on_cancelled("c")
+    assert policy.num_queued == 0
+    policy.check_invariants()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_what_nobody_can_serve_for_a_while_waits_for_who_comes_back(*, is_lost: bool) -> None:
+    policy = cluster("p0", "p1", "d0")
+    if is_lost:
+        assert lost(policy, "p1") == []
+    else:
+        policy.on_report("p1", Report(made_s=0.0, draining=True), 0.0)
+    assert isinstance(policy.assign(shape("a", unable=ONE), 1.0, is_resent=True), Queued)
+    assert isinstance(unable_at_first(policy, 1.0), Resend), "another may be back in a moment"
+    assert isinstance(policy.assign(shape("b", unable=ONE), 1.0, is_resent=True), Queued)
+    assert policy.next_assignable(1.0) is None
+    assert policy.give_up_aside(1.0) == policy.give_up_aside(60.0) == []
+    reason = "p0 cannot serve it, and no other prefill worker is ready; try again later"
+    assert policy.give_up_aside(61.0)[:1] == [GiveUp(request_id="a", reason=reason)]
+    policy.on_worker_up(WorkerView(name="p2", role="prefill", total_pages=100, page_size=PAGE), 61.0)
+    assert policy.num_queued == 0
+    policy.check_invariants()
+
+
+def unable_at_first(policy: RouterPolicy, now: float) -> Resend | GiveUp:
+    """Of one that p0 alone was asked for."""
+    assert assigned(policy.assign(shape("u"), now)).prefill == "p0"
+    return policy.on_failed("u", "p0: cannot", now, worker="p0", cause="worker")
+
+
+def test_who_comes_back_serves_what_waits_for_it() -> None:
+    policy = cluster("p0", "p1", "d0")
+    assert lost(policy, "p1") == []
+    assert isinstance(policy.assign(shape("a", unable=ONE), 1.0, is_resent=True), Queued)
+    assert (policy.next_assignable(1.0), policy.give_up_aside(1.0)) == (None, [])
+    policy.on_worker_up(WorkerView(name="p1", role="prefill", total_pages=100, page_size=PAGE), 30.0)
+    assert policy.give_up_aside(90.0) == [], "somebody can"
+    assert assigned_id(policy.next_assignable(90.0)) == "a"
     policy.check_invariants()
 
 

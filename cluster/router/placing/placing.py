@@ -87,8 +87,6 @@ class Placing:
         counts the tokens of its answer so far."""
         if shape.pair is not None:
             return self._why_never_there(*shape.pair)
-        if why := self.why_unable(shape.past):
-            return why
         most = _most_tokens(self._decode, shape.past)
         if self._decode.accounts and shape.most_tokens > most:
             beams = f" for {shape.num_beams} beams" if shape.num_beams else ""
@@ -106,12 +104,17 @@ class Placing:
             return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
         return ""
 
-    def why_unable(self, past: Past) -> str:
-        """Why all workers of a phase that are there cannot serve it; empty if one may."""
-        for phase, accounts in ((PREFILL, self._prefill.accounts), (DECODE, self._decode.accounts)):
-            if past.unable and accounts and accounts.keys() <= past.unable:
-                return f"{', '.join(sorted(accounts))} cannot serve it, and there is no other {phase} worker"
-        return ""
+    def why_unable(self, past: Past, *, is_open: bool = False) -> tuple[str, str]:
+        """Why all workers of a phase that are there cannot serve it, and of which; both empty if one may. `is_open`: of
+        those that take new requests."""
+        candidates: tuple[tuple[str, PrefillCandidates | DecodeCandidates], ...]
+        candidates = ((PREFILL, self._prefill), (DECODE, self._decode)) if past.unable else ()
+        for phase, known in candidates:
+            names = set(known.open_names if is_open else known.accounts)
+            if names <= past.unable:
+                who = f"{', '.join(sorted(names))} cannot serve it, and " if names else ""
+                return f"{who}no other {phase} worker is ready", phase
+        return "", ""
 
     def _why_never_there(self, prefill: str, decode: str) -> str:
         for phase, name, accounts in (
@@ -286,4 +289,4 @@ def _most_tokens(candidates: PrefillCandidates | DecodeCandidates, past: Past) -
     if not past.unable:
         return candidates.most_tokens
     views = [account.view for name, account in candidates.accounts.items() if name not in past.unable]
-    return max([view.total_pages * view.page_size for view in views], default=0)
+    return max([view.total_pages * view.page_size for view in views], default=candidates.most_tokens)
