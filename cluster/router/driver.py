@@ -517,9 +517,9 @@ class Router:
             self.metrics.counts["preempted"] += 1
             self._dispatcher.retry(live, self.policy.on_preempted(live.wire_id))
             return
-        is_named = event.peer and event.reason.startswith(event.peer)  # its own words, passed on
-        words = f"{link.name}: {event.reason}" if event.reason else f"{link.name} gave up on it"
-        reason = event.reason if is_named else words
+        reason = f"{link.name}: {event.reason}" if event.reason else f"{link.name} gave up on it"
+        if event.cause == pb.FAILURE_CAUSE_WORKER and event.peer:
+            reason = event.reason  # that one's own words, passed on
         self._dispatcher.cancel_at_workers(live, reason, but=link.name)
         is_stopping = event.kind == pb.EVENT_KIND_CANCELLED  # whom we cancel is not here any more
         cause: Cause = "room" if is_stopping else CAUSES.get(event.cause, "")

@@ -73,6 +73,8 @@ def _narrow(schema: dict[str, Any], place: str) -> None:
         bound = schema.get(key)
         if not _is_number(bound) or abs(bound) <= LARGEST:
             continue
+        if not math.isfinite(bound):
+            _refuse(f"{place}.{key}", bound)
         least = side * (math.ceil(bound) if side > 0 else math.floor(bound)) + (key != inclusive)
         least = max(least, -LARGEST_BOUND)
         unit = 10 ** max(len(str(abs(least))) - DIGITS, least.bit_length() - DOUBLE_BITS)

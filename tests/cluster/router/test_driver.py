@@ -338,6 +338,29 @@ async def test_a_failure_that_is_the_requests_own_ends_it() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("cause", "code", "told"),
+    [
+        (pb.FAILURE_CAUSE_WORKER, "INVALID_ARGUMENT", "decode-0: no such adapter"),
+        (pb.FAILURE_CAUSE_PEER, "UNAVAILABLE", "prefill-0: decode-0: no such adapter"),
+    ],
+)
+async def test_who_is_named_first_is_who_says_it(cause: pb.FailureCause, code: str, told: str) -> None:
+    async with serving(options=server_options(port=0, max_attempts=1)) as h:
+        h.prefill().is_holding = True
+        call = h.generate.GenerateOnce(request())
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        why = {"reason": "decode-0: no such adapter", "cause": cause, "peer": "decode-0"}
+        failed = h.prefill().event(submit.request, pb.EVENT_KIND_FAILED, **why)
+        h.prefill().emit(submit.request.router_id, events=[failed])
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call
+        assert failure.value.code().name == code
+        assert (failure.value.details() or "").endswith(told)
+        assert ("prefill-0" in (failure.value.details() or "")) == ("prefill-0" in told)
+
+
 async def test_messages_of_an_earlier_attempt_are_dropped() -> None:
     async with serving() as h:
         h.decode().max_steps = 2

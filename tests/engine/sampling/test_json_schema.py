@@ -26,6 +26,8 @@ LARGE = 1103945372461461511  # whose double is another number
         ({"definitions": {"n": {"const": -LARGE}}}, "definitions.n.const"),
         ({"items": {"exclusiveMaximum": -1e300}}, "items.exclusiveMaximum"),
         ({"items": [True, {"multipleOf": LARGE}]}, "items.1.multipleOf"),
+        ({"type": "number", "maximum": float("inf")}, "maximum"),  # as 1e999 is read
+        ({"exclusiveMinimum": float("nan")}, "exclusiveMinimum"),
         ({"anyOf": [{"additionalProperties": {"const": LARGE}}]}, "anyOf.0.additionalProperties.const"),
     ],
 )
