@@ -159,6 +159,7 @@ class RoutedRequest:
     is_handed_off: bool = False
     is_held: bool = False  # its decode worker computes nothing of it until it is told to begin
     is_passing: bool = False  # its decode worker is asked to read what is unread of it
+    keeps_reader: bool = False  # what is unread of it cannot be read elsewhere
     renamed_from: str = ""  # the decode worker to which its reader may hand it over all the same
     moving_to: str = ""  # another decode worker, which takes its KV while it is computed
     refused_by: frozenset[str] = frozenset()  # decode workers that it could not move to

@@ -469,8 +469,10 @@ class RouterPolicy:
             return decode
         if request.is_passing:
             request.is_passing = False
-            never = cause == "request" and not request.has_first_token
-            request.rests_until_s = math.inf if never else now + (RETRY_S if cause == "room" else REST_S)
+            if cause == "request":
+                request.keeps_reader = True
+            else:
+                request.rests_until_s = now + (RETRY_S if cause == "room" else REST_S)
             holder = self._workers.decode.accounts.get(decode)
             if holder is not None and decode != request.decode:
                 self._workers.move(request, holder, now)
@@ -487,8 +489,6 @@ class RouterPolicy:
         if request is None or request.has_first_token:
             return
         request.has_first_token = True
-        if request.rests_until_s == math.inf:  # it could not be passed on while it was read: its answer can move
-            request.rests_until_s = now
         self._workers.prefill.drop(request)
         self._workers.handoff_times.on_read(request)
         self._queue.on_computed(now, request.work)

@@ -3,11 +3,10 @@
     leaving -> choose -> on_passed: the other worker reads, and decodes
                     \\-> on_passing_failed: it is read on here, and rests a while
 
-They leave a worker that is about to stop: however long they are, and however many wait there, it is soon empty. What is
-read for one that stops, and not begun, is soon another's (unsent). Only
+They leave a worker that is about to stop: however long they are, and however many wait there, it is soon empty. Only
 one that reads beside what it decodes can take them, for the rest is read in the pages where they are decoded;
 preferably the one that would have decoded them, which has most of the KV by then. Where there is none, they are read to
-their end.
+their end. What is read for a decode worker that stops, and not begun, is soon another's (unsent).
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Passing:
 
 def _may_pass(request: RoutedRequest, now: float) -> bool:
     """It is read, is not on its way already, rests no more, and nobody suspects it."""
-    return _is_read(request) and now >= request.rests_until_s
+    return _is_read(request) and not request.keeps_reader and now >= request.rests_until_s
 
 
 def _may_be_renamed(request: RoutedRequest) -> bool:
