@@ -240,13 +240,24 @@ class Dispatcher:
 
     def _move(self, live: LiveRequest, reason: str) -> None:
         better = self._policy.reassign(live.wire_id, live.decode, self._clock())
-        if better is None:
-            return
+        if better is not None:
+            del self._stalled[live.wire_id]
+            self._reassign(live, better, reason)
+
+    def move_unsent(self, worker: str) -> None:
+        """It has told what it holds: if it stops, prompts that others read for it are another's, if nothing of them is
+        begun. Their readers confirm that."""
+        for wire_id in self._policy.unsent(worker):
+            live = self._live.get(wire_id)
+            if live is not None and (better := self._policy.rename(wire_id, self._clock())) is not None:
+                self._reassign(live, better, f"{worker} is stopping")
+
+    def _reassign(self, live: LiveRequest, better: str, reason: str) -> None:
+        """Another decode worker to its prefill worker."""
         log.info("%s moves from %s to %s: %s", live.wire_id, live.decode, better, reason)
         live.notes.event(self._clock(), live.attempt, "reassigned", words=f"to {better}: {reason}")
         what = f"sends a handoff to {better} instead of {live.decode}"
         self._metrics.chronicle.note("router", what, reason, self._clock())
-        del self._stalled[live.wire_id]
         live.decode = better
         self._metrics.counts["reassigned"] += 1
         self._links[live.prefill].reassign(live.wire_id, self._links[better].address)

@@ -301,6 +301,7 @@ class Router:
         self._note_readiness()
         if decodes:
             self._dispatcher.move_stalled()
+            self._dispatcher.move_unsent(link.name)
         self._moves.on_report(link.name)
         self._dispatcher.pump()
 

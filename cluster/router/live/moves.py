@@ -3,7 +3,6 @@ tokens go on; a prompt to another worker that reads the rest of it.
 
     a report -> policy.leaving, move -> Move to its decode worker -> MOVED, or READY there: it belongs to that one
                 policy.unread, pass_on -> to its prefill worker   \\-> MOVE_FAILED: it goes on where it was
-                policy.unsent, rename -> its prefill worker hands it to another one: REASSIGNED, if it had not begun
 
 For a while both may run it, where a receipt was lost. Both compute the same tokens, which are delivered once by their
 index; whichever the router does not count on is cancelled when it speaks.
@@ -51,13 +50,6 @@ class LiveMoves:
                 continue
             live.moving_to = move.to
             self._ask(live, move, unread=False)
-        for wire_id in self._policy.unsent(worker):
-            live = self._get(wire_id)
-            to = None if live is None else self._policy.rename(wire_id, now)
-            if live is None or to is None:
-                continue
-            live.decode = to
-            self._rename(live, worker)
         for wire_id in self._policy.unread(worker, now):
             live = self._get(wire_id)
             move = None if live is None else self._policy.pass_on(wire_id, now)
@@ -65,12 +57,6 @@ class LiveMoves:
                 continue
             live.decode = move.to
             self._ask(live, move, unread=True)
-
-    def _rename(self, live: LiveRequest, source: str) -> None:
-        reason = f"{source} is stopping"
-        live.notes.event(self._clock(), live.attempt, "reassigned", words=f"to {live.decode}: {reason}")
-        self._metrics.counts["reassigned"] += 1
-        self._links[live.prefill].reassign(live.wire_id, self._links[live.decode].address)
 
     def _ask(self, live: LiveRequest, move: Move, *, unread: bool) -> None:
         live.last_move += 1
