@@ -78,8 +78,8 @@ class Ledger:
             os.close(opened)
             aside = path.with_name(f"{path.name}.unreadable-{time.time():.0f}")
             path.rename(aside)
-            log.error("%s cannot be read (%s), is %s now, and is begun anew: what it had not yet told the database is "
-                      "not counted", path, error, aside.name)  # fmt: skip
+            lost = "what it had not yet told the database is not counted"
+            log.error("%s cannot be read (%s), is %s now, and is begun anew: %s", path, error, aside.name, lost)
             return cls.open(path)
 
     def count(self, key: str, hour: int, added: Counts) -> None:

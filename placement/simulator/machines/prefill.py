@@ -258,7 +258,12 @@ class PrefillMachine(Prefiller):
         self.router.clock.tell(attempt.decode.cancel, attempt)
         attempt.decode = better
         self.router.ledger.counters["reassigned"] += 1
-        self.router.clock.tell(better.reserve, attempt)
+        self._go_on_with(attempt)
+
+    def _go_on_with(self, attempt: Attempt) -> None:
+        """It has another decode worker."""
+        assert attempt.decode is not None
+        self.router.clock.tell(attempt.decode.reserve, attempt)
 
     def end(self, attempt: Attempt) -> None:
         if self.is_dead or not self.policy.holds(attempt.id):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cluster.router.accounts import Report
 from mixed_worker.policy import MixedPolicy
-from placement.simulator.machines.attempt import Attempt, Decoder
+from placement.simulator.machines.attempt import Attempt
 from placement.simulator.machines.decode import DecodeMachine
 from placement.simulator.machines.prefill import PrefillMachine
 from prefill_worker.policy import PrefillBatch
@@ -83,16 +83,11 @@ class PromptSide(PrefillMachine):
     def _leaves(self, attempt: Attempt) -> bool:
         return super()._leaves(attempt) and attempt.decode is not self.machine
 
-    def move(self, order: tuple[Attempt, Decoder]) -> None:
-        attempt, better = order
-        if better is not self.machine or attempt.is_gone or self.is_dead or attempt.granted:
-            super().move(order)
-            return
-        assert attempt.decode is not None
-        self.router.clock.tell(attempt.decode.cancel, attempt)
-        attempt.decode = self.machine
-        self.router.ledger.counters["reassigned"] += 1
-        self.router.clock.tell(self._stay_after_all, attempt)  # behind the cancel
+    def _go_on_with(self, attempt: Attempt) -> None:
+        if attempt.decode is self.machine:
+            self.router.clock.tell(self._stay_after_all, attempt)  # behind the cancel at the one before
+        else:
+            super()._go_on_with(attempt)
 
     def _stay_after_all(self, attempt: Attempt) -> None:
         """It found no pages elsewhere."""
