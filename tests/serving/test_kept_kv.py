@@ -26,6 +26,7 @@ from tests.serving.harness import (
     random_prompt,
     router_with,
     tokens_of,
+    until,
     worker_with,
 )
 
@@ -157,6 +158,7 @@ async def test_it_goes_on_elsewhere(drains: bool, model_dir: ModelDir, policy: d
         gate = Gate(first.engine, at=30)
         running = asyncio.create_task(generated(client, PROMPTS, **policy))
         await gate.reached()
+        await until(lambda: not cluster.prefill[0].role.requests, "all are handed over: the unread would not move")
         await leave(first, gate, drains=drains)
         answers = await running
         await cluster.settled()
