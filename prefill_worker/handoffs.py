@@ -104,12 +104,15 @@ class Handoffs:
     # One request's handoff
 
     async def wait_connected(self, request: HeldPrompt) -> Undelivered | None:
-        """Why the pair could not be opened; None once it stands."""
-        try:
-            await self.peers.pair(request.decode)
-        except Exception as error:
-            return self.peers.undelivered(request.id, request.decode, error)
-        return None
+        """Why the pair could not be opened; None once it stands. With whomever it is to be handed to by then."""
+        while True:
+            decode, failure = request.decode, None
+            try:
+                await self.peers.pair(decode)
+            except Exception as error:
+                failure = self.peers.undelivered(request.id, decode, error)
+            if request.decode is decode:
+                return failure
 
     def open(self, request: HeldPrompt) -> None:
         pair = self.peers.open_pair(request.decode)
@@ -131,11 +134,17 @@ class Handoffs:
 
     def _rename(self, request: HeldPrompt, decode: pb.WorkerAddress) -> None:
         """Unless the one before is asked for pages, or about to be."""
-        is_connecting = request.waiting is not None and not request.waiting.done()
-        if request.handoff is None and not (request.is_committing or request.stays or is_connecting):
-            request.decode = decode
-            request.link.event(request.state, pb.EVENT_KIND_REASSIGNED, decode_worker=decode.name)
-            self._host.streams.flush()
+        if request.handoff is not None or request.is_committing or request.stays:
+            return
+        request.decode = decode
+        if request.waiting is None or request.waiting.done():  # its pair stands when its first pages are read
+            request.waiting = self.spawn(self._connect(request))
+        request.link.event(request.state, pb.EVENT_KIND_REASSIGNED, decode_worker=decode.name)
+        self._host.streams.flush()
+
+    async def _connect(self, request: HeldPrompt) -> None:
+        """If it can; else its handoff says why it cannot."""
+        await self.wait_connected(request)
 
     async def open_elsewhere(self, request: HeldPrompt, decode: pb.WorkerAddress) -> Handoff:
         """Another decode worker has it from now on; a handoff there, given up where it has no pages now. Raises
@@ -215,7 +224,8 @@ class Handoffs:
     def _on_stalled(self, request: HeldPrompt, reason: str) -> None:
         request.is_stalled = True
         self._host.counters["handoffs_stalled"] += 1
-        request.link.event(request.state, pb.EVENT_KIND_HANDOFF_STALLED, reason=reason)
+        stalled = pb.EVENT_KIND_HANDOFF_STALLED
+        request.link.event(request.state, stalled, reason=reason, decode_worker=request.decode.name)
         self._host.streams.flush()
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:

@@ -103,7 +103,8 @@ class Dispatcher:
         """Send what the queue may send now, so many in a turn of the loop, and let begin whose turn has come."""
         if self._policy.num_aside:
             for given_up in self._policy.give_up_aside(self._clock()):
-                self.retry(self._live[given_up.request_id], given_up)
+                if live := self._live.get(given_up.request_id):  # else it failed with another choice of the same call
+                    self.retry(live, given_up)
         while wire_id := self._policy.next_turn():
             self._links[self._live[wire_id].decode].begin(wire_id)
         if self._sends_more:
@@ -222,20 +223,30 @@ class Dispatcher:
 
     # moving to another decode worker
 
-    def on_stalled(self, live: LiveRequest, reason: str) -> None:
-        """Its decode worker has no pages: name another one that has, now or once there is one."""
+    def on_stalled(self, live: LiveRequest, reason: str, decode: str) -> None:
+        """`decode` has no pages: name another one that has, now or once there is one; or again the one whose it is, of
+        which its reader heard too soon."""
+        if decode != live.decode:
+            self._links[live.prefill].reassign(live.wire_id, self._links[live.decode].address)
+            return
         self._stalled[live.wire_id] = reason
         self._move(live, reason)
 
     def move_stalled(self) -> None:
         """A decode worker has told what it holds: it may have pages for those that another one lets wait, or what has
         waited long is decoded where it was read."""
-        if self._policy.most_free_pages < 1 and not self._policy.workers.prefill.has_both:
+        workers, are_full = self._policy.workers, self._policy.most_free_pages < 1
+        if are_full and not workers.prefill.has_both:
             return
         known = {wire_id: self._live.get(wire_id) for wire_id in self._stalled}
         waiting = [live for live in known.values() if live is not None and not live.is_handed_off]
         self._stalled = {live.wire_id: self._stalled[live.wire_id] for live in waiting}
-        for live in sorted(waiting, key=lambda live: live.priority):
+        may_go = [
+            live
+            for live in waiting
+            if not are_full or (live.has_first_token and live.prefill in workers.decode.accounts)
+        ]
+        for live in sorted(may_go, key=lambda live: live.priority):
             self._move(live, self._stalled[live.wire_id])
 
     def _move(self, live: LiveRequest, reason: str) -> None:

@@ -457,7 +457,7 @@ class Router:
                     self._on_search(live, self._clock())
             case pb.EVENT_KIND_HANDOFF_STALLED:
                 live.notes.event(at_s, live.attempt, "stalled", link.name, event.reason)
-                self._dispatcher.on_stalled(live, event.reason)
+                self._dispatcher.on_stalled(live, event.reason, event.decode_worker or live.decode)
             case pb.EVENT_KIND_REASSIGNED:
                 self.policy.on_renamed(live.wire_id)
             case pb.EVENT_KIND_DECODE_READY:
@@ -519,8 +519,9 @@ class Router:
             self._dispatcher.retry(live, self.policy.on_preempted(live.wire_id))
             return
         reason = f"{link.name}: {event.reason}" if event.reason else f"{link.name} gave up on it"
-        if event.cause == pb.FAILURE_CAUSE_WORKER and event.peer:
-            reason = event.reason  # that one's own words, passed on
+        is_passed_on = event.cause == pb.FAILURE_CAUSE_WORKER and event.peer  # that one's own words
+        if is_passed_on or event.reason.startswith((f"{link.name} ", f"{link.name}:")):
+            reason = event.reason
         self._dispatcher.cancel_at_workers(live, reason, but=link.name)
         is_stopping = event.kind == pb.EVENT_KIND_CANCELLED  # whom we cancel is not here any more
         cause: Cause = "room" if is_stopping else CAUSES.get(event.cause, "")

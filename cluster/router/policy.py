@@ -5,6 +5,7 @@ The places a request stands in:
 
     assign -> Rejected | Unavailable                                   (forgotten)
            -> Queued -> next_assignable -> Assigned -> ... -> finished (forgotten)
+              (aside, in a line of its kind's own, where only some workers can serve it)
            -> Assigned(prefill, decode): submitted -> first token -> handed off
                                          held: its first step there waits for next_turn
     failed, preempted, its worker lost -> Resend | GiveUp              (forgotten)
@@ -52,43 +53,50 @@ from cluster.router.workers import Workers
 from engine.pages.pool import pages_for
 
 
+LOOK_S = 0.5  # between two looks for those that nobody can serve
+
+
 class RouterPolicy:
     def __init__(self, options: RouterOptions | None = None) -> None:
         self.options = options or RouterOptions()
         self._workers = Workers(self.options)
         self._requests: dict[str, RoutedRequest] = {}
         self._queue = WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
-        self._aside: dict[str, float | None] = {}  # from the queue, as few can serve them; since when nobody can
+        self._aside: dict[str, WaitingQueue] = {}  # by kind, none of them empty: whom only some workers can serve
+        self._unserved_s: dict[frozenset[str], float] = {}  # by whom all of these cannot: since when nobody can
+        self._looked_s = -math.inf  # for such
 
     def take_options(self, options: RouterOptions) -> None:
         """Go by these from now on: what was placed stays so."""
         self.options = options
         self._workers.take_options(options)
-        self._queue.set_limits(options.max_queued_requests, options.max_queued_tokens)
+        for line in (self._queue, *self._aside.values()):
+            line.set_limits(options.max_queued_requests, options.max_queued_tokens)
 
     # what is known of it
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue) + len(self._aside)
+        return len(self._queue) + self.num_aside
 
     @property
     def num_aside(self) -> int:
         """Of these, those that only some workers can serve."""
-        return len(self._aside)
+        return sum([len(line) for line in self._aside.values()])
 
     @property
     def queued(self) -> list[str]:
         """The requests that wait."""
-        return [*self._queue, *self._aside]
+        return [request_id for line in (self._queue, *self._aside.values()) for request_id in line]
 
     @property
     def queued_tokens(self) -> int:
-        return self._queue.tokens
+        return self._queue.tokens + sum([line.tokens for line in self._aside.values()])
 
     def queued_before(self, request_id: str, most: int) -> list[str]:
         """Of the requests that go before one that has just been queued so many."""
-        return self._queue.before(request_id, most) if request_id in self._queue else []
+        line = self._line_of(request_id)
+        return line.before(request_id, most) if line is not None else []
 
     @property
     def most_free_pages(self) -> int:
@@ -118,6 +126,10 @@ class RouterPolicy:
         self._workers.up(view, now)
         if view.incarnation:
             self._pardon(view.life)
+        for waiting in [self._requests[i] for line in self._aside.values() for i in line]:
+            if view.name in waiting.past.unable:  # it may be able by now
+                waiting.past = replace(waiting.past, unable=waiting.past.unable - {view.name})
+                waiting.shape = replace(waiting.shape, past=waiting.past)
         return self._give_up_misfits("")
 
     def on_worker_lost(
@@ -228,30 +240,40 @@ class RouterPolicy:
         if why := self._workers.placing.why_never(shape, is_resent=is_resent):
             return Unavailable(reason=why) if is_resent else Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape, shape.past, now)
-        is_next = self._queue.is_behind(shape.priority, is_resent=is_resent)
+        line = self._aside.get(shape.kind) if shape.past.unable else self._queue
+        others = [each for each in self._lines() if each is not line]
         if absent:
             why = _not_ready(absent)
-        elif is_next:
+        elif line is not None and not line.is_behind(shape.priority, is_resent=is_resent):
+            why = f"{len(line)} requests wait before it"
+        elif any(self._is_due(each, now) for each in others):
+            why = "one that many have gone before waits for pages"
+        else:
             placed = self._place(request, now)
             if isinstance(placed, Assigned):
                 self._requests[shape.id] = request
+                for each in others:
+                    each.on_passed(each.next)
                 return placed
             why = placed.reason
-        else:
-            why = f"{len(self._queue)} requests wait before it"
         if shape.pair is not None:
             return Rejected(reason=why, retry_after_s=self._queue.retry_after_s())
-        if not is_resent and (full := self._queue.why_full(shape.owner, shape.prompt_len)):
+        line = self._new_line() if line is None else line
+        if not is_resent and (full := self._why_full(line, shape)):
             return Rejected(reason=full, retry_after_s=self._queue.retry_after_s())
-        if shape.past.unable and not is_resent and len(self._aside) >= self.options.max_queued_requests:
-            why = f"{len(self._aside)} requests wait for the workers that can serve them"
-            return Rejected(reason=why, retry_after_s=self._queue.retry_after_s())
         self._requests[shape.id] = request
-        if shape.past.unable and not absent and is_next:
-            self._aside[shape.id] = None
-        else:
-            self._queue.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)
+        if line is not self._queue:
+            self._aside[shape.kind] = line
+        line.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)
         return Queued(reason=why)
+
+    def _new_line(self) -> WaitingQueue:
+        return WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
+
+    def _why_full(self, line: WaitingQueue, shape: RequestShape) -> str:
+        if line is not self._queue and self.num_aside >= self.options.max_queued_requests:
+            return f"{self.num_aside} requests wait for the workers that can serve them"
+        return line.why_full(shape.owner, shape.prompt_len)
 
     def _informed(self, shape: RequestShape, now: float, *, is_resent: bool) -> RequestShape:
         """With those that have said of its like that they cannot serve it, where others may."""
@@ -273,58 +295,67 @@ class RouterPolicy:
         come first, but that one for which there are no pages lets smaller ones go before it, so many times."""
         if self.missing_phase:
             return None
-        if self._aside and (assigned := self._next_of_aside(now)) is not None:
-            return assigned
-        while (gone := self._next_of_queue(now)) is not None and not isinstance(gone, Assigned):
-            self._queue.drop(gone)
-            self._aside[gone] = None
-        return gone
-
-    def _next_of_queue(self, now: float) -> Assigned | str | None:
-        """Or who shall go aside, that others need not wait for workers which they can do without."""
-        passed: list[str] = []
-        for request_id in self._queue.in_order():
-            request = self._requests[request_id]
-            placed = self._place(request, now)
-            if isinstance(placed, Assigned):
-                self._queue.take(request_id)
-                for each in passed:
-                    self._queue.on_passed(each)
-                return placed
-            if request.past.unable:
-                return request_id
-            if placed.lacks_pages and self._queue.passed(request_id) < self.options.max_passes:
-                passed.append(request_id)
-            elif placed.lacks_pages or request.past.died_in != PREFILL:
-                return None
+        passed: list[tuple[WaitingQueue, str]] = []
+        for line in self._lines():
+            for request_id in line.in_order():
+                request = self._requests[request_id]
+                placed = self._place(request, now)
+                if isinstance(placed, Assigned):
+                    line.take(request_id)
+                    self._close(line, request.shape.kind)
+                    for its_line, each in passed:
+                        its_line.on_passed(each)
+                    return placed
+                if placed.lacks_pages and line.passed(request_id) >= self.options.max_passes:
+                    return None
+                if placed.lacks_pages:
+                    passed.append((line, request_id))
+                elif request.past.died_in != PREFILL:
+                    break
         return None
 
-    def _next_of_aside(self, now: float) -> Assigned | None:
-        """Of each kind the first that may go."""
-        tried: set[str] = set()
-        for request_id in self._aside:
-            request = self._requests[request_id]
-            if request.shape.kind in tried:
-                continue
-            placed = self._place(request, now)
-            if isinstance(placed, Assigned):
-                del self._aside[request_id]
-                return placed
-            tried.add(request.shape.kind)
-        return None
+    def _lines(self) -> list[WaitingQueue]:
+        """In which somebody waits, the one whose turn it is first: by priority, then by who has waited longest."""
+        if not self._aside:
+            return [self._queue] if len(self._queue) else []
+        lines = [line for line in (self._queue, *self._aside.values()) if len(line)]
+        return sorted(lines, key=self._turn_of)
+
+    def _turn_of(self, line: WaitingQueue) -> tuple[int, float]:
+        request = self._requests[line.next]
+        return request.shape.priority, request.queued_s
+
+    def _is_due(self, line: WaitingQueue, now: float) -> bool:
+        """So many have gone before its first that nobody else does, until there are pages for it."""
+        if line.passed(line.next) < self.options.max_passes:
+            return False
+        placed = self._workers.placing.choose(self._requests[line.next], now)
+        return isinstance(placed, Unplaced) and placed.lacks_pages
+
+    def _line_of(self, request_id: str) -> WaitingQueue | None:
+        """In which it waits."""
+        return next((line for line in (self._queue, *self._aside.values()) if request_id in line), None)
+
+    def _close(self, line: WaitingQueue, kind: str) -> None:
+        """Somebody has left it."""
+        if line is not self._queue and not len(line):
+            del self._aside[kind]
 
     def give_up_aside(self, now: float) -> list[GiveUp]:
-        """Those that nobody has been able to serve for as long as one waits while a phase has no worker."""
-        given_up: list[GiveUp] = []
-        for request_id, since_s in [*self._aside.items()]:
-            why, _ = self._workers.placing.why_unable(self._requests[request_id].past, is_open=True)
-            if not why:
-                self._aside[request_id] = None
-            elif since_s is None:
-                self._aside[request_id] = now
-            elif now - since_s >= self.options.unavailable_grace_s:
-                given_up.append(self._give_up(request_id, why))
-        return given_up
+        """Those that nobody has been able to serve for as long as one waits while a phase has no worker. Looked for so
+        often and no more."""
+        if now - self._looked_s < LOOK_S:
+            return []
+        self._looked_s = now
+        waiting = [self._requests[i] for line in self._aside.values() for i in line]
+        whys = {past.unable: self._workers.placing.why_unable(past, is_open=True)[0] for past in _each_once(waiting)}
+        self._unserved_s = {unable: self._unserved_s.get(unable, now) for unable, why in whys.items() if why}
+        return [
+            self._give_up(request.shape.id, whys[request.past.unable])
+            for request in waiting
+            if (since_s := self._unserved_s.get(request.past.unable)) is not None
+            and now - max(since_s, request.queued_s) >= self.options.unavailable_grace_s
+        ]
 
     def next_turn(self) -> str | None:
         """A request that its decode worker has held, and computes from now on: tell it to begin. None: nobody's turn
@@ -340,7 +371,7 @@ class RouterPolicy:
     def give_up_waiting(self, request_id: str, now: float) -> GiveUp | None:
         """It has waited in the queue for as long as one does while a phase has no worker; None: it may wait on."""
         absent_s = self._workers.absent_s
-        if absent_s is None or not (request_id in self._queue or request_id in self._aside):
+        if absent_s is None or self._line_of(request_id) is None:
             return None
         since_s = max(absent_s, self._requests[request_id].queued_s)
         if now < since_s + self.options.unavailable_grace_s:
@@ -511,7 +542,8 @@ class RouterPolicy:
 
     def on_generated(self, owner: str, num_tokens: int, *, priority: int = 0, weight: float = 1.0) -> None:
         """So many tokens of an answer of this client's, which has ended: service, as prompts are."""
-        self._queue.charge(owner, priority, num_tokens / weight)
+        for line in (self._queue, *self._aside.values()):
+            line.charge(owner, priority, num_tokens / weight)
 
     def _pass(self, request: RoutedRequest) -> None:
         """It is past the place where a worker died."""
@@ -571,9 +603,11 @@ class RouterPolicy:
             cause == "room" or self._workers.is_stopping(peer) or self.health.is_stuck(peer)
         ):
             return retry_for_room(request_id, request.past, reason, frozenset((peer or worker,)))
+        elif cause == "peer" and self._workers.is_lost(peer):  # of a prompt that had been handed to another meanwhile
+            return retry_lost(request_id, request.past, reason, now)
         elif cause == "peer":
-            avoid = {request.decode}
             prefill, decode = (worker, peer) if worker == request.prefill else (peer, worker)
+            avoid = {decode}
             self._workers.on_pair_failed(prefill, decode, reason, now)
         if request.shape.pair is not None:
             return GiveUp(request_id=request_id, reason=reason)
@@ -622,10 +656,12 @@ class RouterPolicy:
                 continue
             pardoned = request.past.pardoned(life)
             if not pardoned.died_in and request.past.died_in:
-                if self._queue.drop(request.shape.id):
-                    self._queue.add(request.shape, is_resent=True)
-                elif request.shape.id not in self._aside:
+                line = self._line_of(request.shape.id)
+                if line is None:
                     self.health.on_passed(request)
+                else:
+                    line.drop(request.shape.id)
+                    line.add(request.shape, is_resent=True)
             request.past = pardoned
 
     def _give_up_misfits(self, why: str) -> list[GiveUp]:
@@ -639,20 +675,25 @@ class RouterPolicy:
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
-        if request is None or self._queue.drop(request_id):
+        if request is None:
             return
-        if request_id in self._aside:
-            del self._aside[request_id]
+        line = self._line_of(request_id)
+        if line is None:
+            self._workers.release(request)
             return
-        self._workers.release(request)
+        line.drop(request_id)
+        self._close(line, request.shape.kind)
 
     def check_invariants(self) -> None:
         """Assert that every request is in exactly one place and that every sum is the sum of its parts."""
-        assert self._queue.tokens == sum(self._requests[i].shape.prompt_len for i in self._queue)
-        self._queue.check_invariants()
+        lines = [self._queue, *self._aside.values()]
+        for line in lines:
+            assert line.tokens == sum(self._requests[i].shape.prompt_len for i in line)
+            line.check_invariants()
+        assert all(self._aside.values()), "a line aside is empty and still there"
         for request_id, request in self._requests.items():
             is_assigned = bool(request.prefill and request.decode)
-            waits = (request_id in self._queue) + (request_id in self._aside)
+            waits = sum(request_id in line for line in lines)
             assert is_assigned + waits == 1, f"{request_id} is in two places, or in none"
         self._workers.check_invariants(self._requests)
 
@@ -665,6 +706,11 @@ def _computed_by(request: RoutedRequest, name: str) -> str:
     if request.decode == name and not request.is_held and (request.has_first_token or request.is_handed_off):
         return DECODE
     return ""
+
+
+def _each_once(requests: list[RoutedRequest]) -> list[Past]:
+    """Of those that the same workers cannot serve one's."""
+    return [*{request.past.unable: request.past for request in requests}.values()]
 
 
 def _not_ready(phase: str) -> str:

@@ -109,6 +109,11 @@ class WaitingQueue:
             self._first = self._heads.first
         return self._first
 
+    @property
+    def next(self) -> str:
+        """The id of who is asked first: of `in_order`. Somebody waits."""
+        return next(iter(self._tried), "") or self.first
+
     def before(self, request_id: str, most: int) -> list[str]:
         """Of those that go before one that has just come so many: the first in line, the last of its own client's."""
         waiting = self._waiting[request_id]

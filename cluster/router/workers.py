@@ -113,6 +113,10 @@ class Workers:
         self.prefill.note(name)
         self.decode.note(name)
 
+    def is_lost(self, name: str) -> bool:
+        """There is none of this name."""
+        return bool(name) and not self._is_known(name)
+
     def is_stopping(self, decode: str) -> bool:
         """It is there, and takes no new requests."""
         account = self.decode.accounts.get(decode)
@@ -231,6 +235,7 @@ class Workers:
 
     def pass_on(self, request: RoutedRequest, to: PrefillAccount, num_read: int, now: float) -> None:
         """It is read by another worker from now on, but for `num_read` tokens."""
+        self.end_renaming(request)
         self.health.on_over(request)
         self.handoff_times.end(request)
         self.prefill.drop(request)

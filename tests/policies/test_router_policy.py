@@ -704,6 +704,20 @@ def test_what_was_renamed_too_late_keeps_the_worker_until_it_has_come() -> None:
     policy.check_invariants()
 
 
+def test_what_is_passed_on_comes_to_nobody_that_it_was_another_s_before() -> None:
+    policy = cluster("p0", "d0", "m0")
+    policy.on_report("m0", Report(made_s=0.0, available_pages=10, num_running=9), 0.0)
+    at = assigned(policy.assign(shape("a", 64, 20), 0.0)).decode
+    policy.on_submitted("a", 1)
+    policy.on_report(at, Report(made_s=1.0, available_pages=50, draining=True), 1.0)
+    assert policy.rename("a", 1.0) == "m0"
+    policy.on_report("p0", Report(made_s=1.0, available_pages=100, draining=True), 1.0)
+    assert policy.pass_on("a", 1.0) is not None
+    assert policy.on_passed("a", "m0", 0, 2.0) is None
+    assert policy.workers.has_left(at)
+    policy.check_invariants()
+
+
 def test_prompts_stay_where_nobody_else_could_read_them() -> None:
     policy = cluster("p0", "p1", "d0")
     policy.on_report("p1", Report(made_s=0.0, waiting_tokens=900), 0.0)

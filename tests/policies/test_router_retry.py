@@ -181,7 +181,9 @@ def test_what_nobody_can_serve_for_a_while_waits_for_who_comes_back(*, is_lost: 
     assert policy.next_assignable(1.0) is None
     assert policy.give_up_aside(1.0) == policy.give_up_aside(60.0) == []
     reason = "p0 cannot serve it, and no other prefill worker is ready; try again later"
-    assert policy.give_up_aside(61.0)[:1] == [GiveUp(request_id="a", reason=reason)]
+    given_up = policy.give_up_aside(61.0)
+    assert {each.request_id for each in given_up} == {"a", "b"}
+    assert given_up[0] == GiveUp(request_id=given_up[0].request_id, reason=reason)
     policy.on_worker_up(WorkerView(name="p2", role="prefill", total_pages=100, page_size=PAGE), 61.0)
     assert policy.num_queued == 0
     policy.check_invariants()
@@ -201,6 +203,71 @@ def test_who_comes_back_serves_what_waits_for_it() -> None:
     policy.on_worker_up(WorkerView(name="p1", role="prefill", total_pages=100, page_size=PAGE), 30.0)
     assert policy.give_up_aside(90.0) == [], "somebody can"
     assert assigned_id(policy.next_assignable(90.0)) == "a"
+    policy.check_invariants()
+
+
+def test_who_waits_for_some_workers_is_passed_so_often_and_no_more() -> None:
+    policy = cluster("p0", "p1", "d0", "d1", pages=10, options=RouterOptions(max_passes=3))
+    unable_to = frozenset({"d1"})
+    for each in ("x", "y"):
+        assigned(policy.assign(shape(each, 110), 0.0))
+    assert isinstance(policy.assign(shape("big", 140, unable=unable_to), 0.0), Queued)
+    for each in ("a", "b", "c"):
+        assigned(policy.assign(shape(each, 4), 0.0))
+    due = policy.assign(shape("d", 4), 1.0)
+    assert due == Queued(reason="one that many have gone before waits for pages")
+    assert policy.next_assignable(0.0) is None
+    policy.check_invariants()
+    for each in ("x", "y", "a", "b", "c"):
+        policy.on_finished(each)
+    assert [assigned_id(policy.next_assignable(0.0)) for _ in range(3)] == ["big", "d", ""]
+    policy.check_invariants()
+
+
+def test_who_waits_for_some_workers_goes_by_priority_and_then_by_who_came_first() -> None:
+    policy = cluster("p0", "p1", "d0", pages=10)
+    assigned(policy.assign(shape("x", 140), 0.0))
+    last, first = (replace(shape(each, 50, unable=ONE), priority=n, kind="k") for each, n in (("last", 2), ("1st", 0)))
+    for when, each in enumerate((last, shape("2nd", 50), first, replace(shape("3rd", 50), priority=1))):
+        assert isinstance(policy.assign(each, float(when)), Queued)
+    policy.on_finished("x")
+    order = []
+    while (gone := policy.next_assignable(9.0)) is not None:
+        order.append(gone.request_id)
+        policy.on_finished(gone.request_id)
+        policy.check_invariants()
+    assert order == ["2nd", "1st", "3rd", "last"]
+
+
+def test_those_who_wait_for_other_workers_do_not_wait_for_each_other() -> None:
+    policy = cluster("p0", "p1", "d0", "d1")
+    policy.on_report("d0", Report(made_s=0.0, draining=True), 0.0)
+    stands = replace(shape("stands", unable=frozenset({"d1"})), kind="one")
+    assert policy.assign(stands, 0.0) == Queued(reason="d1 cannot serve it, and no other decode worker is ready")
+    assert assigned(policy.assign(replace(shape("goes", unable=ONE), kind="two"), 0.0)).prefill == "p1"
+    policy.check_invariants()
+
+
+def test_a_worker_that_is_started_again_may_serve_what_it_could_not() -> None:
+    policy = cluster("p0", "p1", "d0")
+    policy.on_report("p1", Report(made_s=0.0, draining=True), 0.0)
+    assert isinstance(policy.assign(shape("a", unable=ONE), 0.0, is_resent=True), Queued)
+    lost(policy, "p0")
+    policy.on_worker_up(WorkerView(name="p0", role="prefill", total_pages=100, page_size=PAGE), 1.0)
+    assert assigned(policy.next_assignable(1.0) or Queued(reason="")).prefill == "p0"
+    policy.check_invariants()
+
+
+def test_who_was_another_decode_workers_by_then_is_not_blamed_on_that_when_the_first_one_dies() -> None:
+    policy = cluster("p0", "d0", "d1", options=RouterOptions(max_attempts=1))
+    at = sent(policy).decode
+    policy.on_submitted("a", 1)
+    policy.on_report(at, Report(made_s=1.0, available_pages=50, draining=True), 1.0)
+    assert policy.rename("a", 1.0) is not None
+    assert lost(policy, at) == []
+    retry = policy.on_failed("a", f"{at} is gone", 2.0, worker="p0", cause="peer", peer=at)
+    assert isinstance(retry, Resend)
+    assert (retry.past.avoid, retry.past.failures, retry.past.losses) == (frozenset(), 0, 1)
     policy.check_invariants()
 
 

@@ -14,16 +14,17 @@ class Inability:
         self._until_s: dict[str, dict[str, float]] = {}  # by kind of request: workers
 
     def note(self, kind: str, worker: str, now: float) -> None:
-        if kind:
-            self._until_s.setdefault(kind, {})[worker] = now + BELIEVED_S
+        if not kind:
+            return
+        believed = {known: workers for known, workers in self._until_s.items() if max(workers.values()) > now}
+        self._until_s = {**believed, kind: {**believed.get(kind, {}), worker: now + BELIEVED_S}}
 
     def forget(self, worker: str) -> None:
-        for workers in self._until_s.values():
+        for kind, workers in [*self._until_s.items()]:
             workers.pop(worker, None)
+            if not workers:
+                del self._until_s[kind]
 
     def of(self, kind: str, now: float) -> frozenset[str]:
         """Workers."""
-        unable = frozenset(name for name, until_s in self._until_s.get(kind, {}).items() if now < until_s)
-        if not unable:
-            self._until_s.pop(kind, None)
-        return unable
+        return frozenset(name for name, until_s in self._until_s.get(kind, {}).items() if now < until_s)

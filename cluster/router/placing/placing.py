@@ -135,6 +135,8 @@ class Placing:
         unheard = self._unheard_since(past.died_s) if past.deaths else []
         if why := self._waits_for_its_turn(past, unheard):
             return Unplaced(reason=why)
+        if why := self.why_unable(past, is_open=True)[0]:
+            return Unplaced(reason=why)
         shunned = self._health.shunned(past, PREFILL, now)
         if unheard:
             shunned = {**shunned, **dict.fromkeys(unheard, BARRED)}

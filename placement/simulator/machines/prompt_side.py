@@ -95,7 +95,7 @@ class PromptSide(PrefillMachine):
             return
         self.reporter.touch(self.router.clock.now)
         if self.machine.policy.on_stays(attempt.id, max_len=attempt.num_tokens + attempt.left):
-            self.router.on_no_room(attempt)
+            self.router.clock.tell(self.router.on_no_room, attempt)
             return
         self.policy.on_handoff_closed(attempt.id)
         self._hand_on(attempt)

@@ -3,7 +3,8 @@
 It decides nothing of its own: it makes an attempt of each request, and another where the policy says so, sends it where
 the policy says, tells the policy what workers say, and cancels what a client leaves. Which requests should move it asks
 when one comes or has moved, and not with every report. What it leaves out: the end of waiting for a role that has no
-worker: requests wait until one is back.
+worker (requests wait until one is back), workers that cannot serve some requests, and other readers' prompts that are
+renamed when a decode worker drains: here it waits for them.
 """
 
 from __future__ import annotations
