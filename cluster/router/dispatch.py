@@ -241,12 +241,9 @@ class Dispatcher:
         known = {wire_id: self._live.get(wire_id) for wire_id in self._stalled}
         waiting = [live for live in known.values() if live is not None and not live.is_handed_off]
         self._stalled = {live.wire_id: self._stalled[live.wire_id] for live in waiting}
-        may_go = [
-            live
-            for live in waiting
-            if not are_full or (live.has_first_token and live.prefill in workers.decode.accounts)
-        ]
-        for live in sorted(may_go, key=lambda live: live.priority):
+        if are_full:  # but for what may stay where it was read
+            waiting = [live for live in waiting if live.has_first_token and live.prefill in workers.decode.accounts]
+        for live in sorted(waiting, key=lambda live: live.priority):
             self._move(live, self._stalled[live.wire_id])
 
     def _move(self, live: LiveRequest, reason: str) -> None:

@@ -52,7 +52,6 @@ from cluster.router.waiting import WaitingQueue
 from cluster.router.workers import Workers
 from engine.pages.pool import pages_for
 
-
 LOOK_S = 0.5  # between two looks for those that nobody can serve
 
 
