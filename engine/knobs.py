@@ -72,8 +72,9 @@ def range_text(bounds: Mapping[str, float], choices: Sequence[str] = ()) -> str:
     """`1 or more`, `from 0 to below 1`, `watermark or worst_case`; empty where everything is allowed."""
     if choices:
         return " or ".join(choices)
-    low = f"{bounds['ge']:g}" if "ge" in bounds else f"above {bounds['gt']:g}" if "gt" in bounds else ""
-    high = f"{bounds['le']:g}" if "le" in bounds else f"below {bounds['lt']:g}" if "lt" in bounds else ""
+    shown = {sign: str(bound) if isinstance(bound, int) else f"{bound:g}" for sign, bound in bounds.items()}
+    low = shown["ge"] if "ge" in bounds else f"above {shown['gt']}" if "gt" in bounds else ""
+    high = shown["le"] if "le" in bounds else f"below {shown['lt']}" if "lt" in bounds else ""
     if low and high:
         return f"{low} and up to {high}" if "gt" in bounds else f"from {low} to {high}"
     return f"{low} or more" if "ge" in bounds else low or high

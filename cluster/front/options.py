@@ -57,7 +57,7 @@ class FrontOptions:
     max_calls: int = knob(
         4096,
         "at once, health apart, a request counting for each of its `n` choices: more are refused with "
-        "RESOURCE_EXHAUSTED. One token gets seven times what is left",
+        "RESOURCE_EXHAUSTED. The clients of one token's name may hold seven times what is free: 7/8 when alone",
         unit="calls",
         ge=1,
     )
@@ -127,7 +127,7 @@ class FrontOptions:
         fixed="the exporter is made with it",
     )
     log_requests: Literal["off", "text", "json"] = knob(
-        "off", "a line for the end of each request: none, as text, or as JSON"
+        "off", "a line in the log for the end of each request, as text or as JSON; off: none"
     )
 
     def __post_init__(self) -> None:

@@ -13,7 +13,8 @@ from engine.knobs import check, knob
 class RouterOptions:
     max_queued_requests: int = knob(
         1024,
-        "that wait in one router; more are refused with RESOURCE_EXHAUSTED. One token gets seven times what is left",
+        "that wait in one router; more are refused with RESOURCE_EXHAUSTED. The clients of one token's name may hold "
+        "seven times what is free: 7/8 when alone",
         unit="requests",
         ge=1,
     )

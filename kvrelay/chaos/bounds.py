@@ -27,7 +27,7 @@ MEASURES = {
 class Bound:
     """`noticed`, `next_token` and `pages` count from the fault. Empty: nothing to wait for."""
 
-    fault: str  # the name that cells of kvrelay/chaos/cells.py go by
+    fault: str  # the name that cells of kvrelay/chaos/cells/ go by
     what: str
     phases: str
     noticed: str = ""

@@ -25,7 +25,10 @@ from pydantic import BaseModel, BeforeValidator
 
 from engine.knobs import knobs_of
 
-MARKUP = re.compile(r"`|\*(?=\S)|(?<=\S)\*|\[([^\]]*)\]\([^)]*\)")  # of a page; a product's * stands between blanks
+MARKUP = re.compile(
+    r"`(\*)`|`|\*(?=\S)|(?<=\S)\*|\[([^\]]*)\]\([^)]*\)"
+)  # of a page; a product's * stands between blanks
+HEADING = re.compile(r"see \*([^*]+)\*")
 GO_ON = ("that ", "of ", "in ", "to ", "computed ", "without ")  # how a meaning begins that goes on after its unit
 
 
@@ -107,6 +110,7 @@ class _Field:
     default: Any
     meaning: str
     unit: str = ""
+    choices: tuple[str, ...] = ()
 
     def parameter(self, shown: Flags) -> inspect.Parameter:
         default = shown.defaults.get(self.name, None if shown.of else self.default)
@@ -119,6 +123,8 @@ class _Field:
         is_told = "Default:" in help_text or self.name in shown.defaults
         if shown.of and not is_told and type(self.default) in (int, float):
             help_text += f" Default: {self.default if isinstance(self.default, int) else f'{self.default:g}'}."
+        if self.choices and self.name not in shown.help:
+            help_text += f" One of: {', '.join(self.choices)}."
         flag = shown.flags.get(self.name, f"--{shown.prefix}{self.name}".replace("_", "-"))
         is_named = self.default is not True or self.name in shown.flags
         names = (flag,) if is_named else ()  # typer names both: --ignore-eos, --no-ignore-eos
@@ -132,7 +138,8 @@ def _fields_of(options: type[Any]) -> Iterator[_Field]:
             kind = _typed_as(about.annotation)
             extra = about.json_schema_extra
             unit = str(extra.get("unit", "")) if isinstance(extra, dict) else ""
-            yield _Field(name=name, kind=kind, default=about.default, meaning=about.description or "", unit=unit)
+            meaning, choices = about.description or "", _choices_of(about.annotation)
+            yield _Field(name=name, kind=kind, default=about.default, meaning=meaning, unit=unit, choices=choices)
         return
     hints, knobs = typing.get_type_hints(options, include_extras=True), knobs_of(options)
     for each in dataclasses.fields(options):
@@ -142,11 +149,20 @@ def _fields_of(options: type[Any]) -> Iterator[_Field]:
 
 def sentence_of(meaning: str, unit: str) -> str:
     """Of a table's row, where unit and meaning stand beside each other: requests | that decode at once."""
-    text = MARKUP.sub(r"\1", meaning)
+    text = MARKUP.sub(r"\1\2", HEADING.sub(r"see \1 in docs/serving.md", meaning))
     if text.startswith(GO_ON):
         text = f"{'seconds' if unit == 's' else unit} {text}".strip()
     begin = text[:1] if meaning.startswith("`") else text[:1].upper()  # a value is written as it is given
     return f"{begin}{text[1:].removesuffix('.')}."
+
+
+def _choices_of(hint: Any) -> tuple[str, ...]:
+    """The words that a field takes; none where it takes others, too."""
+    if typing.get_origin(hint) is typing.Literal:
+        return tuple(word for word in typing.get_args(hint) if isinstance(word, str))
+    kinds = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType, Annotated)
+    return _choices_of(kinds[0]) if is_union and (len(kinds) == 1 or typing.get_origin(hint) is Annotated) else ()
 
 
 def _typed_as(hint: Any) -> Any:

@@ -28,7 +28,8 @@ if _version_not_supported:
 class GenerateStub:
     """Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
     NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
-    UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
+    UNAVAILABLE (no worker left that could serve it), FAILED_PRECONDITION (two workers died of it, or its adapter cannot be
+    read), ALREADY_EXISTS (request_id in use), UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, CANCELLED.
     Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
     """
 
@@ -63,7 +64,8 @@ class GenerateStub:
 class GenerateServicer:
     """Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
     NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
-    UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
+    UNAVAILABLE (no worker left that could serve it), FAILED_PRECONDITION (two workers died of it, or its adapter cannot be
+    read), ALREADY_EXISTS (request_id in use), UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, CANCELLED.
     Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
     """
 
@@ -130,7 +132,8 @@ def add_GenerateServicer_to_server(servicer, server):
 class Generate:
     """Text generation. Errors carry one sentence and these codes: INVALID_ARGUMENT (the request can never be served),
     NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (queues full; retry after the trailer `retry-after-ms`),
-    UNAVAILABLE (no worker left that could serve it), DEADLINE_EXCEEDED, CANCELLED.
+    UNAVAILABLE (no worker left that could serve it), FAILED_PRECONDITION (two workers died of it, or its adapter cannot be
+    read), ALREADY_EXISTS (request_id in use), UNAUTHENTICATED, PERMISSION_DENIED, DEADLINE_EXCEEDED, CANCELLED.
     Trailing metadata: `kvrelay-request-id` and `kvrelay-timeline` (phase=seconds, joined by ';').
     """
 

@@ -29,6 +29,8 @@ MAX_PROMPTS = 128  # in one request
 MAX_CHOICES = 896  # of all its prompts: what one token may have waiting in an idle router, by default
 UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "audio": (None,),
+    "bad_token_ids": (None, []),  # names of gRPC's, which are others here
+    "beam_search": (None,),
     "chat_template": (None,),
     "function_call": (None, "none"),
     "functions": (None, []),
@@ -36,10 +38,12 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
+    "kv_policy": (None,),
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "prompt_embeds": (None,),
     "prompt_logprobs": (None,),
+    "structured": (None,),
     "suffix": (None, ""),
     "truncate_prompt_tokens": (None,),
 }

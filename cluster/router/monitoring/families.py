@@ -96,7 +96,7 @@ def _of_workers(workers: Iterable[cluster_pb2.WorkerStatus], model: str) -> Iter
     usage = GaugeMetricFamily(PREFIX + "kv_cache_usage_perc", "Share of its pages in use, 0 to 1.", labels=labels)
     ready = GaugeMetricFamily(PREFIX + "worker_ready", "1 if the router can use it.", labels=labels)
     state = GaugeMetricFamily(PREFIX + "worker_state", "1 for the state that it is in.", labels=(*labels, "state"))
-    is_open = "1: its steps fail, nothing is sent to it; 0.5: one request tries it."
+    is_open = "1: its steps fail, it is asked where there is no other; 0.5: one tries it."
     circuit = GaugeMetricFamily(PREFIX + "worker_circuit_open", is_open, labels=labels)
     takes = "What its steps take, in seconds for each; and their spread, as a share."
     costs = GaugeMetricFamily(PREFIX + "worker_step_costs", takes, labels=(*labels, "cost"))

@@ -1,4 +1,4 @@
-"""The state files as `kvrelay up` writes them; kvrelay/client/known_clusters.py says what they are and reads them."""
+"""The state files as `kvrelay up` writes them; kvrelay/known_clusters.py says what they are and reads them."""
 
 from __future__ import annotations
 
