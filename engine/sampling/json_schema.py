@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, NoReturn, TypeGuard
+from urllib.parse import unquote
 
 from engine.types import InvalidRequest
 
@@ -31,7 +32,7 @@ WITHIN = ("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", 
 
 def checked(schema: dict[str, Any]) -> dict[str, Any]:
     """The same one, changed in place. Raises InvalidRequest."""
-    for place, part in _parts(schema, "structured.json_schema"):
+    for place, part in _Parts(schema).each("structured.json_schema"):
         _check_numbers(part, place)
         _narrow(part, place)
         _make_inclusive(part, "minimum", "exclusiveMinimum", 1)
@@ -39,20 +40,48 @@ def checked(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _parts(schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas in it, itself the first, each with its place."""
-    if isinstance(schema, list):
-        for number, each in enumerate(schema):
-            yield from _parts(each, f"{place}.{number}")
-    if not isinstance(schema, dict):
-        return
-    yield place, schema
-    for key, held in schema.items():
-        if key in BY_NAME and isinstance(held, dict):
-            for name, each in held.items():
-                yield from _parts(each, f"{place}.{key}.{name}")
-        elif key in WITHIN:
-            yield from _parts(held, f"{place}.{key}")
+class _Parts:
+    """The schemas in one, each once: those that a `$ref` names, too, wherever they stand, as OpenAPI's components."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._seen: set[int] = set()
+        self._named: list[tuple[str, str]] = []  # by a `$ref`: where that stands, and what it names
+
+    def each(self, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """With its place."""
+        yield from self._within(self._root, place)
+        while self._named:
+            at, pointer = self._named.pop()
+            yield from self._within(self._at(pointer), at)
+
+    def _within(self, schema: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        if isinstance(schema, list):
+            for number, each in enumerate(schema):
+                yield from self._within(each, f"{place}.{number}")
+        if not isinstance(schema, dict) or id(schema) in self._seen:
+            return
+        self._seen.add(id(schema))
+        yield place, schema
+        for key, held in schema.items():
+            if key in BY_NAME and isinstance(held, dict):
+                for name, each in held.items():
+                    yield from self._within(each, f"{place}.{key}.{name}")
+            elif key in WITHIN:
+                yield from self._within(held, f"{place}.{key}")
+            elif key == "$ref" and isinstance(held, str) and held.startswith("#/"):
+                self._named.append((f"{place}.$ref", held[2:]))
+
+    def _at(self, pointer: str) -> Any:
+        """What a JSON pointer names (RFC 6901); None: nothing."""
+        found: Any = self._root
+        for token in unquote(pointer).split("/"):
+            token = token.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and token.isdecimal():
+                found = dict(enumerate(found)).get(int(token))
+            else:
+                found = found.get(token) if isinstance(found, dict) else None
+        return found
 
 
 def _check_numbers(schema: Mapping[str, Any], place: str) -> None:

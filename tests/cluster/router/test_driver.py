@@ -480,6 +480,25 @@ async def test_a_reassignment_that_comes_too_late_does_no_harm() -> None:
         assert answer.timeline.decode_worker == submit.decode.name
 
 
+async def test_a_stall_at_a_worker_that_it_is_no_longer_for_names_the_new_one_again() -> None:
+    async with serving(1, 3) as h:
+        h.prefill().is_holding = True
+        call = h.generate.GenerateOnce(request(max_tokens=4))
+        await h.prefill().wait_for(lambda: bool(h.prefill().held))
+        submit = h.prefill().held.pop()
+        for _ in range(2):
+            stalled = h.prefill().event(
+                submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="full", decode_worker=submit.decode.name
+            )
+            h.prefill().emit(submit.request.router_id, events=[stalled])
+        await h.prefill().wait_for(lambda: len(h.prefill().reassigns) == 2)
+        first, again = h.prefill().reassigns
+        assert first.decode.name == again.decode.name != submit.decode.name
+        h.prefill().compute(pb.Submit(request=submit.request, decode=again.decode))
+        assert (await call).timeline.decode_worker == again.decode.name
+        assert h.count("reassigned") == 1
+
+
 async def test_a_handoff_to_a_worker_that_was_moved_away_from_and_died_is_sent_again() -> None:
     async with serving(1, 2) as h:
         h.prefill().is_holding = True

@@ -93,6 +93,28 @@ async def test_a_worker_that_cannot_serve_a_request_costs_it_nothing_while_anoth
         assert failure.value.details() == "prefill-1: it cannot"
 
 
+async def test_choices_that_nobody_can_serve_any_more_fail_with_their_call_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with serving(2, 1, options=server_options(port=0, unavailable_grace_s=0.6)) as h:
+        h.prefill(1).is_holding = True
+        monkeypatch.setattr(h.prefill(0), "compute", partial(_cannot_serve, h.prefill(0), ""))
+        asked = request(max_tokens=4)
+        asked.sampling.n = 2
+        asked.kv_policy.window_tokens = 64
+        call = asyncio.ensure_future(h.generate.GenerateOnce(asked))
+        await h.prefill(1).wait_for(lambda: len(h.prefill(1).held) == 2)
+        await h.prefill(1).kill()
+        await h.until(lambda: h.router.policy.num_aside == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await call
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "prefill-0 cannot serve it" in (failure.value.details() or "")
+        monkeypatch.undo()
+        await h.generate.GenerateOnce(request(max_tokens=4))
+        assert h.count("workers_lost") == 1
+
+
 def _cannot_serve(prefill: FakePrefillWorker, peer: str, submit: pb.Submit) -> None:
     """Or the decode worker of that name cannot."""
     if peer and submit.decode.name != peer:

@@ -86,3 +86,19 @@ def test_a_bound_that_would_be_allowed_is_the_next_number(bounds: dict[str, Any]
 )
 def test_other_bounds_stay(bounds: dict[str, Any]) -> None:
     assert checked(dict(bounds)) == bounds
+
+
+@pytest.mark.parametrize("named", ["#/components/schemas/y", "#/components/%73chemas/y", "#/list/0", "#/a~1b"])
+def test_what_a_ref_names_is_read_wherever_it_stands(named: str) -> None:
+    def number() -> dict[str, Any]:
+        return {"type": "number", "exclusiveMinimum": 5, "maximum": 5.5}
+
+    places = [number(), number(), number()]
+    schema = {"$ref": named, "components": {"schemas": {"y": places[0]}}, "list": [places[1]], "a/b": places[2]}
+    checked(schema)
+    assert sum(place != number() for place in places) == 1, "the one that is named, and no other"
+
+
+def test_a_ref_to_itself_or_to_nothing_ends() -> None:
+    schema = {"properties": {"next": {"$ref": "#/properties/next"}, "gone": {"$ref": "#/nowhere/0"}}, "$ref": "#"}
+    assert checked(dict(schema)) == schema
