@@ -33,6 +33,7 @@ from engine.attention.flashinfer.shapes import (
 )
 from engine.attention.flashinfer.timing import DecodeStep, Limits, Stopwatch
 from engine.attention.flashinfer.trial import Problem
+from engine.attention.flashinfer.workspace import workspace_bytes
 from engine.attention.torch_backend import TorchBackend
 from engine.build_cache import cache_folder
 from engine.errors import raise_if_broken
@@ -54,7 +55,8 @@ def measured(
     stopwatch: Stopwatch | None = None,
     remembered: Path | None = None,
 ) -> FlashInferBackend:
-    """The backend with a kernel chosen for each shape: from memory where it was measured before.
+    """The backend with a kernel chosen for each shape, from memory where it was measured before, and scratch memory for
+    all of them.
 
     Raises RuntimeError when no kernel is right for a shape, or a module that every model needs cannot be had.
     """
@@ -64,7 +66,11 @@ def measured(
     capability = torch.cuda.get_device_capability(device) if on_gpu else HOPPER
     failed = provide(wanted(shapes, capability)) if on_gpu else {}
     check_common(failed)
-    trials = _Trials(backend, capability, limits or Limits(), stopwatch or Stopwatch.on(device), failed)
+    limits = limits or Limits()
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+    least_bytes = workspace_bytes(shapes, multiprocessors, limits.sequences)
+    backend = FlashInferBackend(backend.flashinfer.with_workspace(least_bytes))
+    trials = _Trials(backend, capability, limits, stopwatch or Stopwatch.on(device), failed)
     choices: dict[Shape, KernelChoice] = {}
     for shape in shapes:
         key = trials.key(shape)
