@@ -76,6 +76,7 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory for all of it, where no page count is given
     cuda_graphs: bool = knob(True, "decode steps replay captured graphs; on a GPU", scope="pool")
     max_graph_batch: int = 128  # requests of the largest graph; larger decode steps run without one
+    max_step_tokens: int = 0  # of the largest step, for whose memory a GPU keeps room; it keeps room for 8192 anyhow
     tensor_parallel: int = knob(
         1,
         "of one host that share each layer of a worker, or of each of its stages, on GPUs one each; heads and MLP "

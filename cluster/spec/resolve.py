@@ -230,7 +230,7 @@ def _plan(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerPlan:
             "device": pool.device,
             "rank_cpus": tuple(ranks) if ranks[0] and len(ranks) > 1 else (),
             "speculative_model": getattr(pool.policy, "speculative_model", ""),
-            **(_gpu_options(pool) if is_on_gpu else {}),
+            **(_gpu_options(spec, pool) if is_on_gpu else {}),
         },
         cpus=ranks[0],
         num_cpus=pool.num_cpus,
@@ -246,10 +246,12 @@ def _shares(cpus: tuple[int, ...], ranks: int) -> list[tuple[int, ...]]:
     return [cpus[rank * each : (rank + 1) * each] for rank in range(ranks)]
 
 
-def _gpu_options(pool: PoolSpec) -> dict[str, Any]:
+def _gpu_options(spec: ClusterSpec, pool: PoolSpec) -> dict[str, Any]:
     batch = getattr(pool.policy, "max_batch_size", None)  # where the role decodes
     graphs = {} if batch is None else {"max_graph_batch": batch}
-    return {"gpu_memory_utilization": pool.gpu_memory_utilization, **graphs}
+    alike = [other.policy for other in spec.pools if other.model == pool.model]  # a worker may come to have their role
+    steps = {"max_step_tokens": max(getattr(policy, "max_batch_tokens", 0) for policy in alike)}
+    return {"gpu_memory_utilization": pool.gpu_memory_utilization, **steps, **graphs}
 
 
 def _options(spec: ClusterSpec, pool: PoolSpec, index: int) -> WorkerOptions:

@@ -200,10 +200,12 @@ def _first(error: BaseException) -> Exception:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Capture on `device`, all graphs in one memory pool: they never run at the same time. A failure leaves nothing."""
+    """Capture on `device`, all graphs in one memory pool: they never run at the same time. After a failure, of which
+    nothing is left on the device, those that follow have another pool."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], object], torch.Tensor]:
+        nonlocal pool
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -213,10 +215,17 @@ def cuda_capture(device: torch.device) -> Capture:
         except BaseException:
             graph.reset()
             _end_allocations(device, pool)
+            _failed.append(graph)
+            pool = torch.cuda.graph_pool_handle()
             raise
         return graph.replay, logits
 
     return capture
+
+
+# Where a capture could not be ended torch's allocator of host memory takes it to go on, too, which nothing can end from
+# here (torch 2.11; pytorch#180395): it begins none in that pool again, and asks the graph at every allocation.
+_failed: list[torch.cuda.CUDAGraph] = []
 
 
 def _end_allocations(device: torch.device, pool: tuple[int, int]) -> None:

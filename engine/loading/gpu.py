@@ -19,6 +19,7 @@ from engine.attention.flashinfer.timing import Limits, Stopwatch, seconds_of
 from engine.attention.probe import LayerProbe, Probe
 from engine.attention.registry import make_backend
 from engine.device import Capture
+from engine.errors import in_short
 from engine.fused import rotary_choice
 from engine.fused.gpu import TorchKernels
 from engine.fused.kernels import Kernels
@@ -39,7 +40,7 @@ from engine.weights.config import ServedConfig
 
 logger = logging.getLogger(__name__)
 
-PROFILE_TOKENS = 8192  # of the step whose memory is measured
+PROFILE_TOKENS = 8192  # of the step whose memory is measured, where no larger one is computed
 CONTEXT_BYTES = 600 << 20  # of CUDA and its libraries, for each process; torch does not count it
 WORKSPACES_BYTES = 1 << 30  # FlashInfer's
 
@@ -93,11 +94,17 @@ class GpuPlatform:
     def peak_bytes(
         self, model: PagedModel, options: EngineOptions, info: ModelInfo, scales: tuple[KvScale, ...] | None
     ) -> int:
-        tokens = min(PROFILE_TOKENS, info.max_model_len)
-        pages = -(-tokens // model.page_size)
-        chunk = Chunk(request_id="", token_ids=[0] * tokens, start=0, block_table=range(pages))
-        with model.scratch_pages(page_dtype(options, model.probe), pages, scales) as scratch:
-            logits_1V, forward_bytes = self._measured(lambda: model.forward(scratch, [chunk], [tokens - 1]))
+        tokens = max(min(PROFILE_TOKENS, info.max_model_len), options.max_step_tokens)
+        chunks = prompts_of(tokens, info.max_model_len, model.page_size)
+        pages = chunks[-1].block_table[-1] + 1
+        try:
+            with model.scratch_pages(page_dtype(options, model.probe), pages, scales) as scratch:
+                logits_1V, forward_bytes = self._measured(lambda: model.forward(scratch, chunks, [tokens - 1]))
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"a step of {tokens} tokens does not fit on the GPU; give a smaller max_batch_tokens or model: "
+                f"{in_short(error)}"
+            ) from error
         rows = options.max_graph_batch
         _, draw_bytes = self._measured(lambda: self._drawn(logits_1V.repeat(rows, 1)))
         peak_bytes = max(forward_bytes, draw_bytes)  # one is over when the other begins
@@ -169,6 +176,18 @@ class GpuPlatform:
     def capture_steps(self, together: Together) -> Capture:
         """Of decode steps, most of whose time is products."""
         return with_faster_products(together.capture(self.capture()), together.computed(seconds_of))
+
+
+def prompts_of(tokens: int, longest: int, page_size: int) -> list[Chunk]:
+    """A step of so many tokens: as few prompts as it can be of, each in pages of its own, from the first on."""
+    chunks: list[Chunk] = []
+    first = 0
+    for start in range(0, tokens, longest):
+        size = min(longest, tokens - start)
+        table = range(first, first + -(-size // page_size))
+        chunks.append(Chunk(request_id=str(len(chunks)), token_ids=[0] * size, start=0, block_table=table))
+        first = table.stop
+    return chunks
 
 
 def why_not_layer(probe: Probe, kv_dtype: torch.dtype) -> str:

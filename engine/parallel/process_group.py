@@ -31,7 +31,7 @@ NCCL_DEFAULTS = {
 
 
 def check_gpus(options: EngineOptions, device: torch.device) -> None:
-    """Raise ValueError unless each process has a GPU of its own, from the first on."""
+    """Raise ValueError unless each process has a GPU of its own, from the first on, whose memory the leader reaches."""
     size, count = options.num_processes, torch.cuda.device_count()
     if device.index:
         raise ValueError(
@@ -40,6 +40,12 @@ def check_gpus(options: EngineOptions, device: torch.device) -> None:
         )
     if count < size:
         raise ValueError(f"{options.degrees} is {size} processes, and {count} GPUs are visible; give at most {count}")
+    apart = [str(other) for other in range(1, size) if not torch.cuda.can_device_access_peer(0, other)]
+    if apart:
+        raise ValueError(
+            f"{options.degrees} wants GPUs whose memory GPU 0 reaches, and it does not that of {', '.join(apart)}; "
+            "choose GPUs with peer access (nvidia-smi topo -p2p r) by CUDA_VISIBLE_DEVICES, or leave it out"
+        )
 
 
 def gloo_group(store: Any, rank: int, size: int, host: str, timeout_s: float) -> Any:

@@ -50,10 +50,11 @@ def test_the_team_of_who_has_loaded_is_let_go() -> None:
     assert done.returncode == 0, done.stderr[-500:]
 
 
-def test_what_the_environment_says_of_waiting_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_environment_says_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"GOMP_SPINCOUNT": "7"})
     set_environment(3)
     assert (os.environ["GOMP_SPINCOUNT"], os.environ["OMP_NUM_THREADS"]) == ("7", "3")
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32", "the most that CUDA takes"
 
 
 def test_large_tensors_lie_in_huge_pages() -> None:

@@ -267,6 +267,19 @@ def test_a_lost_pair_aborts_its_own_group_and_no_other() -> None:
     other.close()
 
 
+def test_a_deadline_does_not_count_what_the_message_is_computed_behind() -> None:
+    pair, computed = NcclPair(timeout_s=0.2), FakeEvent()
+    staging: Any = pair.receiver._staging
+    staging.queue.wait_for(computed)
+    done = pair.receiver._group.receive(torch.zeros(1, dtype=torch.uint8))
+    with pytest.raises(TimeoutError):
+        done.result(0.6)
+    computed.happen()
+    with pytest.raises(TransferError, match=r"prefill-0 moved nothing for 0\.2 s"):
+        done.result(20)
+    pair.close()
+
+
 def test_buffers_are_kept_until_the_group_was_aborted() -> None:
     """An operation that still runs writes into its buffer: freed before, it would write into another's memory."""
     pair, kept = NcclPair(), []

@@ -33,8 +33,9 @@ from engine.attention.flashinfer.shapes import (
 )
 from engine.attention.flashinfer.timing import DecodeStep, Limits, Stopwatch
 from engine.attention.flashinfer.trial import Problem
+from engine.attention.flashinfer.workspace import workspace_bytes
 from engine.attention.torch_backend import TorchBackend
-from engine.build_cache import cache_folder
+from engine.build_cache import cache_folder, locked
 from engine.errors import raise_if_broken
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ def measured(
     stopwatch: Stopwatch | None = None,
     remembered: Path | None = None,
 ) -> FlashInferBackend:
-    """The backend with a kernel chosen for each shape: from memory where it was measured before.
+    """The backend with a kernel chosen for each shape, from memory where it was measured before, and scratch memory for
+    all of them.
 
     Raises RuntimeError when no kernel is right for a shape, or a module that every model needs cannot be had.
     """
@@ -64,16 +66,26 @@ def measured(
     capability = torch.cuda.get_device_capability(device) if on_gpu else HOPPER
     failed = provide(wanted(shapes, capability)) if on_gpu else {}
     check_common(failed)
-    trials = _Trials(backend, capability, limits or Limits(), stopwatch or Stopwatch.on(device), failed)
-    choices: dict[Shape, KernelChoice] = {}
-    for shape in shapes:
+    limits = limits or Limits()
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0
+    least_bytes = workspace_bytes(shapes, multiprocessors, limits.sequences)
+    backend = FlashInferBackend(backend.flashinfer.with_workspace(least_bytes))
+    trials = _Trials(backend, capability, limits, stopwatch or Stopwatch.on(device), failed)
+    choices = {shape: _recalled(path, trials.key(shape)) or _chosen_alone(trials, shape, path) for shape in shapes}
+    return FlashInferBackend(backend.flashinfer, choices)
+
+
+def _chosen_alone(trials: _Trials, shape: Shape, path: Path) -> KernelChoice:
+    """While no other process of this machine measures on the GPU, whose times would tell of both. One that has measured
+    the same meanwhile has left its choice."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f"measuring-{trials.gpu}")):
         key = trials.key(shape)
         choice = _recalled(path, key)
         if choice is None:
             choice = trials.choose(shape)
             _remember(path, key, choice)
-        choices[shape] = choice
-    return FlashInferBackend(backend.flashinfer, choices)
+        return choice
 
 
 def check_common(failed: Mapping[Wanted, str]) -> None:
@@ -97,6 +109,12 @@ class _Trials:
         self._limits = limits
         self._stopwatch = stopwatch
         self._failed = failed
+
+    @property
+    def gpu(self) -> str:
+        """Which one of the machine's."""
+        device = self._backend.flashinfer.device
+        return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else str(device)
 
     def key(self, shape: Shape) -> str:
         device, library = self._backend.flashinfer.device, self._backend.flashinfer.module

@@ -11,7 +11,7 @@ Legend: T rows, H query heads, D head_dim.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from engine.attention.flashinfer.shapes import Shape
 from engine.attention.tables import PageTables
 from engine.upload_guard import UploadGuard
 
-WORKSPACE_BYTES = 512 << 20  # of all wrappers; fa2 splits long contexts through it
+WORKSPACE_BYTES = 512 << 20  # of all wrappers, at least; fa2 splits long contexts through it (workspace.py)
 XQA_WORKSPACE_BYTES = 256 << 20  # its first 8 MiB are semaphores that must begin as zeros
 KV_LAYOUT = "NHD"
 LN2 = math.log(2.0)
@@ -42,6 +42,12 @@ class FlashInfer:
         size = WORKSPACE_BYTES if device.type == "cuda" else 1
         workspace = torch.zeros(size, dtype=torch.uint8, device=device)
         return cls(imported() if module is None else module, device, workspace)
+
+    def with_workspace(self, least_bytes: int) -> FlashInfer:
+        """The same where there is so much."""
+        if least_bytes <= self.workspace.numel():
+            return self
+        return replace(self, workspace=torch.zeros(least_bytes, dtype=torch.uint8, device=self.device))
 
     @cached_property
     def xqa_workspace(self) -> torch.Tensor:

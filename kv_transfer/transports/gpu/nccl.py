@@ -3,7 +3,8 @@
 What NCCL makes necessary (read in its and torch's sources): a lost peer leaves an operation running on the GPU for
 ever, and torch's watchdog would then end the process. So the watchdog only watches, a deadline of our own decides, and
 `abort` ends the operation; then a new group is made under a new name. The watchdog must not abort either: that would
-complete a receive whose bytes never came. Messages have no tags; both ends post them in the pair's order.
+complete a receive whose bytes never came. Messages have no tags; both ends post them in the pair's order. The deadline
+is the peer's alone: it counts from when the buffer of a message was ready, behind the layers that are computed.
 
 A message is a broadcast between the two ranks that torch launches on the stream it is called in (`asyncOp` False, torch
 2.8). A send and a receive would run on one of the 32 streams that all of a process's groups share: behind a lost
@@ -54,6 +55,7 @@ def make_group(store: Any, rank: int, device: str) -> Any:
 class _Posted:
     """An operation on its way. It keeps the buffer: NCCL knows its address only."""
 
+    ready: Any  # the event that it starts after, for which who fills the buffer waits, and as long as that may last
     event: Any
     data: torch.Tensor
     done: Future[None] | None  # None: the greeting
@@ -119,22 +121,27 @@ class NcclGroup(TwoRankGroup):
         log.info("NCCL took %.0f MiB of the GPU for the pair with %s", taken, self._peer)
 
     def _post(self, data: torch.Tensor, done: Future[None] | None) -> None:
-        self._messages.wait_for(self._queue.mark())
+        ready = self._queue.mark()
+        self._messages.wait_for(ready)
         with self._messages.current():
             self._process_group.broadcast([data], _from_sender())
         if not self._posted:
             self._waits_since_s = time.monotonic()
-        self._posted.append(_Posted(event=self._messages.mark(), data=data, done=done))
+        self._posted.append(_Posted(ready, self._messages.mark(), data, done))
 
     def _look(self, timeout_s: float) -> None:
-        """Keep the oldest promise if it is due; sleep a little if not. Raises RuntimeError after timeout_s."""
-        if self._posted[0].event.query():
-            oldest = self._posted.popleft()
+        """Keep the oldest promise if it is due; sleep a little if not. Raises RuntimeError when it has been ready for
+        timeout_s."""
+        oldest = self._posted[0]
+        if oldest.event.query():
+            self._posted.popleft()
             self._waits_since_s = time.monotonic()
             if oldest.done is not None:
                 self._keep(oldest.done)
             return
-        if time.monotonic() - self._waits_since_s > timeout_s:
+        if not oldest.ready.query():
+            self._waits_since_s = time.monotonic()
+        elif time.monotonic() - self._waits_since_s > timeout_s:
             raise RuntimeError("the operation did not complete")
         time.sleep(POLL_S)
 

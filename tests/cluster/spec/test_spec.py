@@ -382,6 +382,12 @@ def test_shares_that_were_written_are_kept() -> None:
     assert (decode.num_gpus, decode.engine["gpu_memory_utilization"]) == (0.75, 0.6)
 
 
+def test_gpus_keep_room_for_the_largest_step_of_any_role() -> None:
+    data = pools({"max_batch_tokens": 32768}, {})
+    for plan in workers_of(resolve(parse_spec(spec_data(pools=data)), GPUS)):
+        assert plan.engine["max_step_tokens"] == 32768
+
+
 def test_more_gpus_than_there_are_is_refused() -> None:
     spec = parse_spec(spec_data(pools=pools({"num_gpus": 1}, {"num_gpus": 1})))
     with pytest.raises(SpecError) as caught:

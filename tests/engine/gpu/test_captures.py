@@ -3,12 +3,15 @@ captured serve: on a stand-in that fails as torch's capture does."""
 
 from __future__ import annotations
 
+import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -25,43 +28,60 @@ from tests.engine.test_execution import of_cuda
 from tests.zoo import make_tiny_model
 
 GPU = torch.device("cuda", 0)
-POOL = (0, 7)
+Pool = tuple[int, int]
 NOT_PERMITTED, INVALIDATED, ILLEGAL_ADDRESS = 900, 901, 700
 
 
 @dataclass
 class Cuda:
-    """torch.cuda's state that a capture touches."""
+    """torch.cuda's state that a capture touches: it allocates to a pool on the device and to one of the host's memory,
+    and a capture whose end fails ends neither. The host's has no other way to end."""
 
     stream: str = "the engine's"
-    recording: list[tuple[int, int]] = field(default_factory=list)  # pools that allocations go to
-    pool_users: int = 0
+    recording: list[Pool] = field(default_factory=list)  # pools that allocations go to
+    users: Counter[Pool] = field(default_factory=Counter)  # of each pool that the device's allocator knows
+    pools: int = 0  # handles given out
     end_fails: bool = False  # of the next capture
+    host_recording: dict[Pool, ReferenceType[Any]] = field(default_factory=dict)  # the graph that it asks at each call
+
+    def begin(self, graph: object, pool: Pool) -> None:
+        if pool in self.recording or pool in self.host_recording:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        if pool in self.users and not self.users[pool]:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.recording.append(pool)
+        self.users[pool] += 1
+        self.host_recording[pool] = ref(graph)
+
+    def new_pool(self) -> Pool:
+        self.pools += 1
+        return (0, self.pools)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         cuda = self
 
         class Graph:
-            is_captured = False
+            pool: Pool | None = None  # where it was captured
 
             def replay(self) -> None: ...
 
             def reset(self) -> None:
-                cuda.pool_users -= self.is_captured
-                self.is_captured = False
+                if self.pool is not None:
+                    cuda.users[self.pool] -= 1
+                self.pool = None
 
         @contextmanager
-        def capturing(graph: Graph, pool: tuple[int, int]) -> Iterator[None]:
+        def capturing(graph: Graph, pool: Pool) -> Iterator[None]:
             before, cuda.stream = cuda.stream, "the capture's"
-            cuda.recording.append(pool)
-            cuda.pool_users += 1
+            cuda.begin(graph, pool)
             try:
                 yield
             finally:  # torch ends a capture before it goes back to the stream
                 if cuda.end_fails:
                     raise of_cuda(INVALIDATED, "CUDA error: operation failed due to a previous error during capture")
                 cuda.recording.remove(pool)
-                graph.is_captured = True
+                del cuda.host_recording[pool]
+                graph.pool = pool
                 cuda.stream = before
 
         @contextmanager
@@ -72,16 +92,16 @@ class Cuda:
             finally:
                 cuda.stream = before
 
-        def end(_: int, pool: tuple[int, int]) -> None:
+        def end(_: int, pool: Pool) -> None:
             if pool not in cuda.recording:
                 raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
             cuda.recording.remove(pool)
 
-        def release(_: int, pool: tuple[int, int]) -> None:
-            cuda.pool_users -= 1
+        def release(_: int, pool: Pool) -> None:
+            cuda.users[pool] -= 1
 
         for name, value in {
-            "graph_pool_handle": lambda: POOL,
+            "graph_pool_handle": cuda.new_pool,
             "synchronize": lambda _: None,
             "CUDAGraph": Graph,
             "graph": capturing,
@@ -105,16 +125,29 @@ def waits() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("end_fails", [False, True])
-def test_a_capture_that_fails_leaves_nothing_behind(cuda: Cuda, end_fails: bool) -> None:
+@pytest.mark.parametrize("captured_before", [0, 1])
+def test_a_capture_that_fails_leaves_nothing_behind_and_others_follow(
+    cuda: Cuda, end_fails: bool, captured_before: int
+) -> None:
     capture = cuda_capture(GPU)
-    capture(lambda: torch.ones(1))
-    cuda.end_fails = end_fails
+    kept = [capture(lambda: torch.ones(1)) for _ in range(captured_before)]
+    for _ in range(2):
+        cuda.end_fails = end_fails
+        with pytest.raises(RuntimeError, match="capturing" if not end_fails else "previous error"):
+            capture(waits)
+        assert (cuda.stream, cuda.recording, cuda.users.total()) == ("the engine's", [], len(kept))
+        cuda.end_fails = False
+        kept.append(capture(lambda: torch.ones(1)))
+    assert cuda.users.total() == len(kept)
+
+
+def test_a_graph_that_the_allocator_still_asks_is_kept(cuda: Cuda) -> None:
+    cuda.end_fails = True
     with pytest.raises(RuntimeError):
-        capture(waits)
-    assert cuda == Cuda(pool_users=1, end_fails=end_fails)
-    cuda.end_fails = False
-    capture(lambda: torch.ones(1))
-    assert cuda == Cuda(pool_users=2)
+        cuda_capture(GPU)(waits)
+    gc.collect()
+    (graph,) = cuda.host_recording.values()
+    assert graph() is not None, "torch's allocator of host memory would call what is gone"
 
 
 class Failing(RehearsedGpu):

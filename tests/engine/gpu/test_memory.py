@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from engine.loading import gpu
 from engine.loading.capacity import graph_bytes
 from engine.loading.gpu import GpuPlatform
 from engine.options import EngineOptions
+from engine.paged_model import KvPages, PagedModel
 from engine.sampling import device
 from engine.sampling.device import Drawn, draw, largest_draw
 from engine.sampling.plan import SamplingPlan
+from engine.types import Chunk
 from tests.engine.rehearsal import rehearse
 from tests.engine.sampling.test_device import WAYS, logits_of, spec
 from tests.engine.test_engine import save
@@ -82,6 +84,39 @@ def test_no_draw_takes_more_memory_than_the_one_that_is_measured(monkeypatch: py
         rng = random.Random(seed)
         mixed = [spec(row, **rng.choice(list(WAYS.values()))) for row in range(ROWS)]  # type: ignore[arg-type]
         assert peak_of(SamplingPlan.of(names, mixed)) <= most
+
+
+@pytest.mark.parametrize(("most", "lengths"), [(0, [128]), (100, [128]), (300, [128, 128, 44])])
+def test_the_step_that_is_measured_is_the_largest_that_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, lengths: list[int]
+) -> None:
+    engine = rehearse(save(tmp_path, "LlamaConfig"), max_model_len=128)
+    platform = GpuPlatform(torch.device("cpu"))
+    steps: list[Sequence[Chunk]] = []
+
+    def forward(_: PagedModel, pages: KvPages, chunks: Sequence[Chunk], rows: list[int]) -> torch.Tensor:
+        steps.append(chunks)
+        assert max(max(chunk.block_table) for chunk in chunks) < pages.memory.layout.num_pages
+        return torch.zeros(1, engine.info.vocab_size)
+
+    monkeypatch.setattr(PagedModel, "forward", forward)
+    monkeypatch.setattr(platform, "_measured", lambda run: (run(), 0))
+    platform.peak_bytes(engine.model, EngineOptions(model="", max_step_tokens=most), engine.info, None)
+    (chunks,) = steps
+    assert [len(chunk.token_ids) for chunk in chunks] == lengths
+    used = [page for chunk in chunks for page in chunk.block_table]
+    assert len(set(used)) == len(used) == sum(-(-length // engine.model.page_size) for length in lengths)
+
+
+def test_a_step_that_does_not_fit_is_told_by_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, platform = rehearse(save(tmp_path, "LlamaConfig"), max_model_len=128), GpuPlatform(torch.device("cpu"))
+
+    def measured(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory\nat length")
+
+    monkeypatch.setattr(platform, "_measured", measured)
+    with pytest.raises(ValueError, match=r"^a step of 300 tokens does not fit on the GPU; give a smaller max_batch_"):
+        platform.peak_bytes(engine.model, EngineOptions(model="", max_step_tokens=300), engine.info, None)
 
 
 @pytest.mark.parametrize(("forward", "drawing"), [(300, 200), (200, 300)])

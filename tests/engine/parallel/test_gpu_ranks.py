@@ -372,8 +372,19 @@ def test_others_make_ready_for_the_same_model(rope: LengthRope | None) -> None:
 @pytest.mark.unit
 def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: True)
     check_gpus(EngineOptions(model="any", tensor_parallel=2), torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"^tensor_parallel 4 is 4 processes, and 2 GPUs are visible; give at most 2$"):
         check_gpus(EngineOptions(model="any", tensor_parallel=4), torch.device("cuda", 0))
     with pytest.raises(ValueError, match=r"^device is 'cuda:1' with tensor_parallel 2, whose GPUs are the first ones"):
         check_gpus(EngineOptions(model="any", tensor_parallel=2, device="cuda:1"), torch.device("cuda", 1))
+
+
+@pytest.mark.unit
+def test_gpus_whose_memory_the_leader_does_not_reach_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other < 2)
+    check_gpus(EngineOptions(model="any", pipeline_parallel=2), torch.device("cuda", 0))
+    told = r"^tensor_parallel 4 wants GPUs whose memory GPU 0 reaches, and it does not that of 2, 3; choose GPUs"
+    with pytest.raises(ValueError, match=told):
+        check_gpus(EngineOptions(model="any", tensor_parallel=4), torch.device("cuda", 0))

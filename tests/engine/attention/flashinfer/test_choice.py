@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from engine.attention.flashinfer.timing import DecodeStep, Limits, Stopwatch
 from engine.attention.flashinfer.wrappers import FlashInfer, Runner
 from engine.attention.tables import PageTables
 from engine.attention.torch_backend import TorchBackend
+from engine.build_cache import locked
 from engine.errors import EngineBroken
 from tests.engine.attention import fake_flashinfer
 from tests.engine.rehearsal import run_again
@@ -81,6 +83,20 @@ def test_a_second_start_reads_what_the_first_measured(tmp_path: Path, clock: Clo
     assert not clock.taken
     measured(BACKEND, [SHAPE], Limits(sequences=1, keys=40), clock.stopwatch, memory)
     assert clock.taken, "other sizes are measured anew"
+
+
+def test_who_starts_beside_another_waits_for_what_that_measures(tmp_path: Path, clock: Clock) -> None:
+    theirs, memory = tmp_path / "theirs" / "kernels.json", tmp_path / "kernels.json"
+    first = measured(BACKEND, [SHAPE], SMALL, clock.stopwatch, theirs)
+    clock.taken.clear()
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path / "measuring-cpu"):
+            second = pool.submit(measured, BACKEND, [SHAPE], SMALL, clock.stopwatch, memory)
+            with pytest.raises(TimeoutError):
+                second.result(0.3)
+            theirs.rename(memory)
+        assert second.result(20).kernels == first.kernels
+    assert not clock.taken
 
 
 @pytest.mark.parametrize(
