@@ -198,12 +198,14 @@ class DecodePolicy:
         return True
 
     def on_stays(self, request_id: str, *, max_len: int, most_pages: int = NEVER) -> Denied | None:
-        """A prompt that was to leave, and has begun, will be adopted and grow to `max_len`. Or why it may not."""
-        request = self._requests[request_id]
+        """A prompt that was to leave will be adopted and grow to `max_len`. Or why it may not."""
+        request = self._expected.get(request_id) or self._requests[request_id]
         most = self._most_pages(request.prompt_len, max_len, most_pages, 0)
-        promised = self._promised_pages - request.most_pages + most if self.options.admission == "worst_case" else most
-        if promised > self.pool.num_pages:
-            why = f"{self.name}: {promised} pages needed, {self.pool.num_pages} exist"
+        is_promised = self.options.admission == "worst_case" and request_id in self._requests
+        others = self._promised_pages - request.most_pages if is_promised else 0
+        if others + most > self.pool.num_pages:
+            beside = f" beside {others} that are promised to others" if others else ""
+            why = f"{self.name}: {most} pages needed{beside}, {self.pool.num_pages} exist"
             return Denied(reason=why, retryable=True)
         request.max_len, request.most_pages = max_len, most
         return None

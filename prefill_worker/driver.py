@@ -83,7 +83,7 @@ class PrefillRole:
         self._name = host.options.name
         self._eos_token_ids = host.engine.info.eos_token_ids
         self.policy = make_policy(host.pool, host.options.policy)
-        self.handoffs = Handoffs(host, self.policy, peers or Peers(host))
+        self.handoffs = Handoffs(host, self.policy, peers or Peers(host), beside.stay if beside else None)
         self.passing = Passing(host, self.policy, self.handoffs, on_passed=self._end, on_doubt=self._end_undelivered)
         self.requests: dict[str, HeldPrompt] = {}
         self._steps = StepClock(host.engine.num_stages)

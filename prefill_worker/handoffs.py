@@ -20,6 +20,7 @@ from functools import partial
 from engine.pages.mass import PageMass
 from engine.pages.pool import pages_for
 from engine.types import OnLayer
+from kv_transfer.lease import Denied
 from kv_transfer.plan import layer_groups
 from kv_transfer.prefill_side.errors import HandoffDenied, HandoffError
 from kv_transfer.prefill_side.handoff import Handoff
@@ -84,8 +85,12 @@ class SegmentPlan:
 
 
 class Handoffs:
-    def __init__(self, host: RoleHost, policy: PrefillPolicy, peers: Peers) -> None:
+    def __init__(
+        self, host: RoleHost, policy: PrefillPolicy, peers: Peers, stay: Callable[[HeldPrompt], Denied | None] | None
+    ) -> None:
+        """`stay`: may a prompt be decoded here, that was to leave? None: nothing is."""
         self._host = host
+        self._stay = stay
         self._policy = policy
         self.peers = peers
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,7 +110,7 @@ class Handoffs:
 
     async def wait_connected(self, request: HeldPrompt) -> Undelivered | None:
         """Why the pair could not be opened; None once it stands. With whomever it is to be handed to by then."""
-        while True:
+        while not request.stays:
             decode, failure = request.decode, None
             try:
                 await self.peers.pair(decode)
@@ -113,6 +118,7 @@ class Handoffs:
                 failure = self.peers.undelivered(request.id, decode, error)
             if request.decode is decode:
                 return failure
+        return None
 
     def open(self, request: HeldPrompt) -> None:
         pair = self.peers.open_pair(request.decode)
@@ -128,6 +134,8 @@ class Handoffs:
             return
         if request.handoff is not None and request.handoff.is_granted:
             return  # pages came meanwhile; moved now, it might run on both workers. The first one tells the router
+        if decode.name == self._host.options.name and self._why_not_here(request):
+            return  # it waits on where it does, and the router hears whose it is from whom it comes to
         request.moving_to = decode
         if request.is_committing and request.handoff is not None:  # its commit ends, and looks at moving_to
             self.spawn(request.handoff.abort("reassigned"))
@@ -136,11 +144,20 @@ class Handoffs:
         """Unless the one before is asked for pages, or about to be."""
         if request.handoff is not None or request.is_committing or request.stays:
             return
+        is_waiting = request.waiting is not None and not request.waiting.done()
+        if decode.name == self._host.options.name:
+            if not is_waiting and self._why_not_here(request):
+                return
+            request.stays = True
         request.decode = decode
-        if request.waiting is None or request.waiting.done():  # its pair stands when its first pages are read
+        if not (is_waiting or request.stays):  # its pair stands when its first pages are read
             request.waiting = self.spawn(self._connect(request))
         request.link.event(request.state, pb.EVENT_KIND_REASSIGNED, decode_worker=decode.name)
         self._host.streams.flush()
+
+    def _why_not_here(self, request: HeldPrompt) -> Denied | None:
+        assert self._stay is not None, f"{request.id} stays where nothing decodes"
+        return self._stay(request)
 
     async def _connect(self, request: HeldPrompt) -> None:
         """If it can; else its handoff says why it cannot."""

@@ -118,6 +118,10 @@ class Router:
         """These are the cluster's workers from now on: links to new ones are opened, to others closed."""
         wanted = list(workers)
         self._links.set_workers(wanted)
+        self.policy.set_members(
+            [worker.name for worker in wanted if "prefill" in kind_of(worker.role).phases],
+            [worker.name for worker in wanted if "decode" in kind_of(worker.role).phases],
+        )
         self.metrics.receipts.keep({worker.name for worker in wanted})
 
     def take_options(self, options: RouterOptions, keeps: int) -> None:
@@ -318,7 +322,7 @@ class Router:
         return report_gap_s(len(self._links))
 
     def has_left(self, link: WorkerLink) -> bool:
-        return self.policy.workers.has_left(link.name)
+        return self.policy.has_left(link.name)
 
     def on_silent(self, link: WorkerLink, silent_s: float) -> str:
         return self.policy.on_silent(link.name, silent_s)

@@ -19,6 +19,7 @@ a report lists the request), and takes away what it knows to have ended. Ties br
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.router.accounts import Past, Report, RequestShape, RoutedRequest, WorkerView
@@ -118,6 +119,14 @@ class RouterPolicy:
         return self._workers
 
     # workers
+
+    def set_members(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
+        """These belong to the cluster, by phase, whether they are ready or not."""
+        self._workers.members = {PREFILL: frozenset(prefill), DECODE: frozenset(decode)}
+
+    def has_left(self, name: str) -> bool:
+        """A worker drains, nothing of ours is there or on its way, and no request would be sent again for its loss."""
+        return self._workers.has_left(name) and not any(self._is_hit(each, name) for each in self._requests.values())
 
     def on_worker_up(self, view: WorkerView, now: float) -> list[GiveUp]:
         """A worker is ready, and empty of this router's requests. Returns those that waited for one and that it turns
@@ -285,9 +294,11 @@ class RouterPolicy:
         return shape if is_never else informed
 
     def _never_able(self, past: Past, now: float) -> bool:
-        """Nobody who is there can serve it, nor one who was there lately and may come back."""
+        """Nobody who is there can serve it, nor one who is away: starting, or lost lately."""
         phase = self._workers.placing.why_unable(past)[1]
-        return bool(phase) and now - self._workers.lost_s.get(phase, -math.inf) >= self.options.unavailable_grace_s
+        if not phase or self._workers.is_awaited(phase):
+            return False
+        return now - self._workers.lost_s.get(phase, -math.inf) >= self.options.unavailable_grace_s
 
     def next_assignable(self, now: float) -> Assigned | None:
         """Workers for the next of the queue that may go, which leaves it; None while all must wait. By priority, first
@@ -452,7 +463,7 @@ class RouterPolicy:
         """The decode worker whose it is from now on, if its reader has not begun to hand it over: on_renamed follows
         then. None: nobody has pages."""
         request = self._requests[request_id]
-        better = self._workers.placing.elsewhere(request, now)
+        better = self._workers.placing.elsewhere(request, now) or self._workers.placing.at_reader(request, now)
         if better is None:
             return None
         self._workers.rename(request, better, now)

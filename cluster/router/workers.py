@@ -41,6 +41,7 @@ class Workers:
         self.passing = Passing(self.prefill, self.decode, self.health)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
         self.lost_s: dict[str, float] = {}  # by phase: when the last one was
+        self.members: dict[str, frozenset[str]] = {}  # by phase: who belongs to the cluster, as far as that is told
         self._costs: dict[str, StepCosts] = {}  # by role: what one of them told last
         self._options = options
 
@@ -112,6 +113,11 @@ class Workers:
                 account.view = replace(account.view, chunk_tokens=tokens)
         self.prefill.note(name)
         self.decode.note(name)
+
+    def is_awaited(self, phase: str) -> bool:
+        """One that belongs to the cluster is not there."""
+        known = self.prefill.accounts if phase == PREFILL else self.decode.accounts
+        return not self.members.get(phase, frozenset()) <= known.keys()
 
     def is_lost(self, name: str) -> bool:
         """There is none of this name."""

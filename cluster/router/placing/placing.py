@@ -257,13 +257,16 @@ class Placing:
     def where_read(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
         """Its reader, if that decodes, too, and has read it: it has the pages. Once it has waited for others, which it
         may get in a moment: two that wait for each other's pages would wait for ever."""
-        shape, since_s = request.shape, request.stalled_s
-        reader = self._decode.accounts.get(request.prefill)
+        since_s = request.stalled_s
+        has_waited = since_s is not None and now - since_s >= STAYS_AFTER_S
+        return self.at_reader(request, now) if request.has_first_token and has_waited else None
+
+    def at_reader(self, request: RoutedRequest, now: float) -> DecodeAccount | None:
+        """Its reader, if that decodes, too, and may have it."""
+        shape, reader = request.shape, self._decode.accounts.get(request.prefill)
         if reader is None or shape.pair is not None or shape.num_beams or not self._decode.fits(reader, shape):
             return None
-        has_waited = since_s is not None and now - since_s >= STAYS_AFTER_S
-        is_shunned = request.prefill in self._health.shunned(request.past, DECODE, now)
-        return reader if request.has_first_token and has_waited and not is_shunned else None
+        return None if request.prefill in self._health.shunned(request.past, DECODE, now) else reader
 
     def _unheard_since(self, died_s: float) -> list[str]:
         """Prefill workers that may have died in the same moment, of what ended the other: it would be blamed twice."""
