@@ -5,6 +5,7 @@ late.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,8 @@ from placement.search.problem import PlacementProblem
 from placement.simulator.systems import System
 from placement.workload.traffic import Traffic
 
-MOST_ADDED = 12
+MOST_ADDED = 12  # times
+AT_ONCE = 16  # one of so many workers of a pool is added, or taken away, in one go; one at a time in the end
 FULL = 0.9  # of the decode pages held: prompts wait for them
 
 
@@ -104,6 +106,8 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     looked_at: dict[Candidate, Estimate] = {}
 
     def look(candidate: Candidate) -> Estimate:
+        if candidate in looked_at:
+            return looked_at[candidate]
         placement = with_candidate(job.placement, candidate)
         estimated = estimate(
             system_of(placement, offer_of, job.targets.loosest),
@@ -124,7 +128,7 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     for _ in range(MOST_ADDED if job.may_grow else 0):
         if estimated.keeps_slo:
             break
-        candidate = one_more(job.placement, candidate, estimated)
+        candidate = one_more(job.placement, candidate, estimated, AT_ONCE)
         estimated = look(candidate)
     if estimated.keeps_slo:
         candidate = _trimmed(job.placement, candidate, look)
@@ -133,12 +137,12 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     return SizedPlacement(placement=placement, at_rate=at_rate, num_simulated=int(log[0]), cpu_s=log[1])
 
 
-def one_more(placement: Placement, candidate: Candidate, now: Estimate) -> Candidate:
-    """With a worker more in the pool that binds."""
-    if len(candidate.pools) == 1:
-        return with_more(placement, candidate, 0)
-    binding = binding_pool(now.point, now.missed_ttft, now.missed_tpot)
-    return with_more(placement, candidate, 1 if binding == "decode" else 0)
+def one_more(placement: Placement, candidate: Candidate, now: Estimate, of: int = sys.maxsize) -> Candidate:
+    """With a worker more in the pool that binds; one for each `of` that it has, if those are more."""
+    index = 0
+    if len(candidate.pools) > 1:
+        index = 1 if binding_pool(now.point, now.missed_ttft, now.missed_tpot) == "decode" else 0
+    return with_more(placement, candidate, index, max(1, candidate.pools[index].replicas // of))
 
 
 def with_more(placement: Placement, candidate: Candidate, index: int, count: int = 1) -> Candidate:
@@ -151,11 +155,13 @@ def with_more(placement: Placement, candidate: Candidate, index: int, count: int
 
 
 def _trimmed(placement: Placement, candidate: Candidate, look: Callable[[Candidate], Estimate]) -> Candidate:
-    """Less of any pool, one worker at a time, as long as the SLO is kept."""
+    """Less of any pool, many workers at a time and then fewer, as long as the SLO is kept."""
     for index in range(len(candidate.pools)):
-        while True:
-            less = with_more(placement, candidate, index, -1)
+        count = max(1, candidate.pools[index].replicas // AT_ONCE)
+        while count:
+            less = with_more(placement, candidate, index, -count)
             if any(p.replicas < 1 for p in less.pools) or not look(less).keeps_slo:
-                break
-            candidate = less
+                count //= 2
+            else:
+                candidate = less
     return candidate
