@@ -692,6 +692,38 @@ def test_what_is_read_for_a_worker_that_stops_is_soon_anothers() -> None:
     policy.check_invariants()
 
 
+def test_what_is_read_for_a_worker_that_stops_stays_where_it_is_read_if_nobody_else_decodes() -> None:
+    policy = cluster("d0", "m0", pages=10)
+    for each in ("x", "y", "a"):
+        placed = assigned(policy.assign(shape(each, 50), 0.0))
+        policy.on_submitted(each, 1)
+    assert (placed.prefill, placed.decode) == ("m0", "d0")
+    policy.on_report("d0", Report(made_s=1.0, available_pages=10, draining=True), 1.0)
+    assert policy.unsent("d0") == ["a"]
+    assert policy.rename("a", 1.0) == "m0"
+    policy.on_renamed("a")
+    assert policy.has_left("d0")
+    policy.check_invariants()
+
+
+def test_a_worker_has_not_left_while_its_loss_would_have_a_request_sent_again() -> None:
+    policy = cluster("p0", "d0", "d1")
+    source = assigned(policy.assign(shape("a", 64, 20), 0.0)).decode
+    policy.on_submitted("a", 1)
+    policy.on_first_token("a", 0.0)
+    policy.on_report("p0", Report(made_s=1.0, available_pages=100, draining=True), 1.0)
+    assert not policy.has_left("p0"), "it may not have handed it over"
+    policy.on_handed_off("a", source, 1.0)
+    assert policy.has_left("p0")
+    policy.on_report(source, Report(made_s=2.0, draining=True, request_ids=frozenset({"a"})), 2.0)
+    move = policy.move("a", 70, 2.0)
+    assert move is not None
+    assert policy.on_moved("a", move.to, 3.0, has_left=False) is None
+    assert not policy.has_left(source), "its last tokens may not have come"
+    policy.on_left("a", source)
+    assert policy.has_left(source)
+
+
 def test_what_was_renamed_too_late_keeps_the_worker_until_it_has_come() -> None:
     policy = cluster("p0", "d0", "d1")
     at = assigned(policy.assign(shape("a", 64, 20), 0.0)).decode

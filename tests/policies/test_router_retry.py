@@ -142,6 +142,22 @@ def test_a_request_that_nobody_can_serve_is_refused_as_the_last_one_says(worker:
     policy.check_invariants()
 
 
+def test_while_a_worker_is_away_nobody_says_that_a_request_can_never_be_served() -> None:
+    policy = cluster("p0", "d0")
+    policy.set_members(["p0", "p1"], ["d0"])
+    assigned(policy.assign(shape("a"), 500.0))
+    assert isinstance(policy.on_failed("a", "p0: cannot", 500.0, worker="p0", cause="worker"), Resend)
+    assert isinstance(policy.assign(shape("a", unable=ONE), 500.0, is_resent=True), Queued)
+    assert policy.give_up_aside(501.0) == policy.give_up_aside(540.0) == []
+    [given_up] = policy.give_up_aside(600.0)
+    assert given_up.code == "UNAVAILABLE"
+    policy.on_worker_up(WorkerView(name="p1", role="prefill", total_pages=100, page_size=PAGE), 600.0)
+    assigned(policy.assign(shape("b", unable=frozenset({"p1"})), 600.0))
+    refused = policy.on_failed("b", "p0: cannot", 600.0, worker="p0", cause="worker")
+    assert isinstance(refused, GiveUp)
+    assert refused.code == "INVALID_ARGUMENT"
+
+
 def test_a_worker_that_says_twice_that_it_cannot_serve_a_request_costs_an_attempt() -> None:
     policy = cluster("p0", "p1", "d0", options=RouterOptions(max_attempts=1))
     assigned(policy.assign(shape("a", unable=frozenset({"p0"})), 0.0))
