@@ -253,9 +253,11 @@ class Router:
         }
 
     def _check_others(self, name: str) -> None:
-        """Whether each phase of this worker has another one. Raises RequestFailed."""
-        if why := why_alone((name,), self.takers):
-            raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
+        """Whether each phase of this worker has another one, for all that is asked for. Raises RequestFailed."""
+        unable = self.policy.health.inability.by_kind(self._clock())
+        for kind, others in {"": frozenset[str](), **unable}.items():
+            if name not in others and (why := why_alone((name,), without(self.takers, others), kind)):
+                raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
 
     # what workers say: LinkHost
 

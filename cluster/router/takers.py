@@ -27,13 +27,14 @@ def alone_in(workers: Collection[str], takers: Takers) -> list[str]:
     ]
 
 
-def why_alone(workers: Collection[str], takers: Takers) -> str:
-    """Why these may not leave; empty if each of their phases has another worker."""
+def why_alone(workers: Collection[str], takers: Takers, kind: str = "") -> str:
+    """Why these may not leave; empty if each of their phases has another worker. `kind`: of requests, that those who
+    take can serve."""
     alone = alone_in(workers, takers)
     if not alone:
         return ""
     are, take = ("is the only worker", "takes") if len(workers) == 1 else ("are the only workers", "take")
-    who = f"{' and '.join(workers)} {are} for {' and '.join(alone)} that {take} requests"
+    who = f"{' and '.join(workers)} {are} for {' and '.join(alone)} that {take} requests{kind and f' of {kind}'}"
     return f"{who}; start another one, or force it"
 
 

@@ -25,6 +25,10 @@ class Inability:
             if not workers:
                 del self._until_s[kind]
 
+    def by_kind(self, now: float) -> dict[str, frozenset[str]]:
+        """Workers, of each kind that any cannot serve."""
+        return {kind: unable for kind in self._until_s if (unable := self.of(kind, now))}
+
     def of(self, kind: str, now: float) -> frozenset[str]:
         """Workers."""
         return frozenset(name for name, until_s in self._until_s.get(kind, {}).items() if now < until_s)

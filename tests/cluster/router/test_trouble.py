@@ -13,6 +13,7 @@ import pytest
 from cluster.front.server import server_options
 from cluster.router import driver
 from cluster.router.health.circuits import MIN_OPEN_S
+from cluster.router.live.requests import RequestFailed
 from engine.types import SamplingParams
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
@@ -104,6 +105,8 @@ async def test_choices_that_nobody_can_serve_any_more_fail_with_their_call_and_n
         asked.kv_policy.window_tokens = 64
         call = asyncio.ensure_future(h.generate.GenerateOnce(asked))
         await h.prefill(1).wait_for(lambda: len(h.prefill(1).held) == 2)
+        with pytest.raises(RequestFailed, match=r"prefill-1 is the only worker for prefill .* requests of kv_policy; "):
+            h.router.drain("prefill-1")
         await h.prefill(1).kill()
         await h.until(lambda: h.router.policy.num_aside == 2)
         with pytest.raises(grpc.aio.AioRpcError) as failure:
