@@ -37,6 +37,7 @@ from cluster.router.decisions import (
 )
 from cluster.router.health.health import Health
 from cluster.router.health.isolation import DECODE, PREFILL
+from cluster.router.lines import Lines
 from cluster.router.moving.moving import REST_S, RETRY_S
 from cluster.router.options import RouterOptions
 from cluster.router.placing.placing import Unplaced
@@ -61,8 +62,8 @@ class RouterPolicy:
         self.options = options or RouterOptions()
         self._workers = Workers(self.options)
         self._requests: dict[str, RoutedRequest] = {}
-        self._queue = WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
-        self._aside: dict[str, WaitingQueue] = {}  # by kind, none of them empty: whom only some workers can serve
+        self._lines = Lines(self.options.max_queued_requests, self.options.max_queued_tokens)
+        self._queue = self._lines.common
         self._unserved_s: dict[frozenset[str], float] = {}  # by whom all of these cannot: since when nobody can
         self._looked_s = -math.inf  # for such
 
@@ -70,33 +71,31 @@ class RouterPolicy:
         """Go by these from now on: what was placed stays so."""
         self.options = options
         self._workers.take_options(options)
-        for line in (self._queue, *self._aside.values()):
-            line.set_limits(options.max_queued_requests, options.max_queued_tokens)
+        self._lines.set_limits(options.max_queued_requests, options.max_queued_tokens)
 
     # what is known of it
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue) + self.num_aside
+        return len(self._lines)
 
     @property
     def num_aside(self) -> int:
         """Of these, those that only some workers can serve."""
-        return sum([len(line) for line in self._aside.values()])
+        return self._lines.num_aside
 
     @property
     def queued(self) -> list[str]:
         """The requests that wait."""
-        return [request_id for line in (self._queue, *self._aside.values()) for request_id in line]
+        return list(self._lines)
 
     @property
     def queued_tokens(self) -> int:
-        return self._queue.tokens + sum([line.tokens for line in self._aside.values()])
+        return self._lines.tokens
 
     def queued_before(self, request_id: str, most: int) -> list[str]:
         """Of the requests that go before one that has just been queued so many."""
-        line = self._line_of(request_id)
-        return line.before(request_id, most) if line is not None else []
+        return self._lines.before(request_id, most)
 
     @property
     def most_free_pages(self) -> int:
@@ -134,7 +133,7 @@ class RouterPolicy:
         self._workers.up(view, now)
         if view.incarnation:
             self._pardon(view.life)
-        for waiting in [self._requests[i] for line in self._aside.values() for i in line]:
+        for waiting in [self._requests[i] for i in self._lines.aside()]:
             if view.name in waiting.past.unable:  # it may be able by now
                 waiting.past = replace(waiting.past, unable=waiting.past.unable - {view.name})
                 waiting.shape = replace(waiting.shape, past=waiting.past)
@@ -248,8 +247,8 @@ class RouterPolicy:
         if why := self._workers.placing.why_never(shape, is_resent=is_resent):
             return Unavailable(reason=why) if is_resent else Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape, shape.past, now)
-        line = self._aside.get(shape.kind) if shape.past.unable else self._queue
-        others = [each for each in self._lines() if each is not line]
+        line = self._lines.for_(shape)
+        others = [each for each in self._lines.in_turn(self._requests) if each is not line]
         if absent:
             why = _not_ready(absent)
         elif line is not None and not line.is_behind(shape.priority, is_resent=is_resent):
@@ -266,22 +265,11 @@ class RouterPolicy:
             why = placed.reason
         if shape.pair is not None:
             return Rejected(reason=why, retry_after_s=self._queue.retry_after_s())
-        line = self._new_line() if line is None else line
-        if not is_resent and (full := self._why_full(line, shape)):
+        if not is_resent and (full := self._lines.why_full(shape)):
             return Rejected(reason=full, retry_after_s=self._queue.retry_after_s())
         self._requests[shape.id] = request
-        if line is not self._queue:
-            self._aside[shape.kind] = line
-        line.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)
+        self._lines.add(shape, is_resent=is_resent, is_tried=request.past.died_in == PREFILL)
         return Queued(reason=why)
-
-    def _new_line(self) -> WaitingQueue:
-        return WaitingQueue(self.options.max_queued_requests, self.options.max_queued_tokens)
-
-    def _why_full(self, line: WaitingQueue, shape: RequestShape) -> str:
-        if line is not self._queue and self.num_aside >= self.options.max_queued_requests:
-            return f"{self.num_aside} requests wait for the workers that can serve them"
-        return line.why_full(shape.owner, shape.prompt_len)
 
     def _informed(self, shape: RequestShape, now: float, *, is_resent: bool) -> RequestShape:
         """With those that have said of its like that they cannot serve it, where others may."""
@@ -306,13 +294,12 @@ class RouterPolicy:
         if self.missing_phase:
             return None
         passed: list[tuple[WaitingQueue, str]] = []
-        for line in self._lines():
+        for line in self._lines.in_turn(self._requests):
             for request_id in line.in_order():
                 request = self._requests[request_id]
                 placed = self._place(request, now)
                 if isinstance(placed, Assigned):
-                    line.take(request_id)
-                    self._close(line, request.shape.kind)
+                    self._lines.take(line, request_id)
                     for its_line, each in passed:
                         its_line.on_passed(each)
                     return placed
@@ -324,17 +311,6 @@ class RouterPolicy:
                     break
         return None
 
-    def _lines(self) -> list[WaitingQueue]:
-        """In which somebody waits, the one whose turn it is first: by priority, then by who has waited longest."""
-        if not self._aside:
-            return [self._queue] if len(self._queue) else []
-        lines = [line for line in (self._queue, *self._aside.values()) if len(line)]
-        return sorted(lines, key=self._turn_of)
-
-    def _turn_of(self, line: WaitingQueue) -> tuple[int, float]:
-        request = self._requests[line.next]
-        return request.shape.priority, request.queued_s
-
     def _is_due(self, line: WaitingQueue, now: float) -> bool:
         """So many have gone before its first that nobody else does, until there are pages for it."""
         if line.passed(line.next) < self.options.max_passes:
@@ -342,22 +318,13 @@ class RouterPolicy:
         placed = self._workers.placing.choose(self._requests[line.next], now)
         return isinstance(placed, Unplaced) and placed.lacks_pages
 
-    def _line_of(self, request_id: str) -> WaitingQueue | None:
-        """In which it waits."""
-        return next((line for line in (self._queue, *self._aside.values()) if request_id in line), None)
-
-    def _close(self, line: WaitingQueue, kind: str) -> None:
-        """Somebody has left it."""
-        if line is not self._queue and not len(line):
-            del self._aside[kind]
-
     def give_up_aside(self, now: float) -> list[GiveUp]:
         """Those that nobody has been able to serve for as long as one waits while a phase has no worker. Looked for so
         often and no more."""
         if now - self._looked_s < LOOK_S:
             return []
         self._looked_s = now
-        waiting = [self._requests[i] for line in self._aside.values() for i in line]
+        waiting = [self._requests[i] for i in self._lines.aside()]
         whys = {past.unable: self._workers.placing.why_unable(past, is_open=True)[0] for past in _each_once(waiting)}
         self._unserved_s = {unable: self._unserved_s.get(unable, now) for unable, why in whys.items() if why}
         return [
@@ -381,7 +348,7 @@ class RouterPolicy:
     def give_up_waiting(self, request_id: str, now: float) -> GiveUp | None:
         """It has waited in the queue for as long as one does while a phase has no worker; None: it may wait on."""
         absent_s = self._workers.absent_s
-        if absent_s is None or self._line_of(request_id) is None:
+        if absent_s is None or request_id not in self._lines:
             return None
         since_s = max(absent_s, self._requests[request_id].queued_s)
         if now < since_s + self.options.unavailable_grace_s:
@@ -552,8 +519,7 @@ class RouterPolicy:
 
     def on_generated(self, owner: str, num_tokens: int, *, priority: int = 0, weight: float = 1.0) -> None:
         """So many tokens of an answer of this client's, which has ended: service, as prompts are."""
-        for line in (self._queue, *self._aside.values()):
-            line.charge(owner, priority, num_tokens / weight)
+        self._lines.charge(owner, priority, num_tokens / weight)
 
     def _pass(self, request: RoutedRequest) -> None:
         """It is past the place where a worker died."""
@@ -665,13 +631,9 @@ class RouterPolicy:
             if life not in request.past.deaths:
                 continue
             pardoned = request.past.pardoned(life)
-            if not pardoned.died_in and request.past.died_in:
-                line = self._line_of(request.shape.id)
-                if line is None:
-                    self.health.on_passed(request)
-                else:
-                    line.drop(request.shape.id)
-                    line.add(request.shape, is_resent=True)
+            is_free = bool(request.past.died_in) and not pardoned.died_in
+            if is_free and not self._lines.stand_again(request.shape):
+                self.health.on_passed(request)
             request.past = pardoned
 
     def _give_up_misfits(self, why: str) -> list[GiveUp]:
@@ -685,25 +647,15 @@ class RouterPolicy:
 
     def _forget(self, request_id: str) -> None:
         request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        line = self._line_of(request_id)
-        if line is None:
+        if request is not None and not self._lines.drop(request_id):
             self._workers.release(request)
-            return
-        line.drop(request_id)
-        self._close(line, request.shape.kind)
 
     def check_invariants(self) -> None:
         """Assert that every request is in exactly one place and that every sum is the sum of its parts."""
-        lines = [self._queue, *self._aside.values()]
-        for line in lines:
-            assert line.tokens == sum(self._requests[i].shape.prompt_len for i in line)
-            line.check_invariants()
-        assert all(self._aside.values()), "a line aside is empty and still there"
+        self._lines.check_invariants(self._requests)
         for request_id, request in self._requests.items():
             is_assigned = bool(request.prefill and request.decode)
-            waits = sum(request_id in line for line in lines)
+            waits = request_id in self._lines
             assert is_assigned + waits == 1, f"{request_id} is in two places, or in none"
         self._workers.check_invariants(self._requests)
 

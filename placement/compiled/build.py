@@ -37,6 +37,7 @@ COMPILED = (
     "cluster/router/health/health.py",
     "cluster/router/health/isolation.py",
     "cluster/router/health/shunned.py",
+    "cluster/router/lines.py",
     "cluster/router/moving/moving.py",
     "cluster/router/options.py",
     "cluster/router/placing/handoff_times.py",
