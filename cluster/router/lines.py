@@ -1,5 +1,5 @@
-"""Lines is where requests wait in a router: one line for all, and beside it one for each kind that only some workers can
-serve, so that nobody waits for workers that he can do without.
+"""Lines is where requests wait in a router: one line for all, and beside it one for each kind of requests that only
+some workers can serve, so that nobody waits for workers that he can do without.
 
 In each line goes who is next there (cluster/router/waiting.py); of several lines the one whose first has the lowest
 number of priority, then whose first has waited longest. It places nobody and reads no clock.
