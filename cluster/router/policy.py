@@ -249,6 +249,7 @@ class RouterPolicy:
         request = RoutedRequest(shape, shape.past, now)
         line = self._lines.for_(shape)
         others = [each for each in self._lines.in_turn(self._requests) if each is not line]
+        others = [each for each in others if self._requests[each.next].shape.priority <= shape.priority]
         if absent:
             why = _not_ready(absent)
         elif line is not None and not line.is_behind(shape.priority, is_resent=is_resent):

@@ -397,7 +397,7 @@ class RouterMachine(Dispatcher):
 
     def has_left(self, name: str) -> bool:
         self._take_reports()
-        return self.policy.workers.has_left(name)
+        return self.policy.has_left(name)
 
     def on_role_changed(self, view: WorkerView, prefill: Prefiller | None, decode: Decoder | None) -> None:
         self.prefills.pop(view.name, None)
