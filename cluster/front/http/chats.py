@@ -76,6 +76,7 @@ class ChatAnswer(Answer):
             for _ in range(asked.num_choices)
         ]
         self._shows_thoughts = asked.include_reasoning
+        self._is_one_call = asked.parallel_tool_calls is False
         self._shows_stop = asked.include_stop_str_in_output
         self._shows_ids = bool(asked.return_token_ids)
         self._begun: set[int] = set()  # choices
@@ -102,6 +103,8 @@ class ChatAnswer(Answer):
         number = parser.num_calls - sum(each.kind == "called" for each in parts)
         for each in parts:
             if each.kind == "thought" and not self._shows_thoughts:
+                continue
+            if each.kind == "called" and number and self._is_one_call:
                 continue
             yield delta_of(each, number, _call_id())
             number += each.kind == "called"

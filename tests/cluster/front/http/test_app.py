@@ -326,6 +326,24 @@ async def test_thoughts_and_calls_are_told_apart_from_what_is_said() -> None:
         assert deltas[-1].finish_reason == "tool_calls"
 
 
+def calling_twice(prompt: list[int], index: int) -> int:
+    call = [40, 43, 44, 45, 46, 47]
+    return [*call, *call, EOS][min(index, 12)]
+
+
+@pytest.mark.parametrize(("parallel", "num_calls"), [(None, 2), (True, 2), (False, 1)])
+async def test_of_calls_that_may_not_be_parallel_the_first_goes_out(parallel: bool | None, num_calls: int) -> None:
+    async with http(codec=words(), worker={"script": calling_twice}) as h:
+        asked = {"messages": [{"role": "user", "content": "w5"}], "tools": TOOLS, "parallel_tool_calls": parallel}
+        _, body = await h.post("/v1/chat/completions", **asked)
+        [choice] = body["choices"]
+        assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (num_calls, "tool_calls")
+        choices = [choice for event in await h.events("/v1/chat/completions", **asked) for choice in event["choices"]]
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+        assert [call["index"] for call in calls] == [*range(num_calls)]
+        assert choices[-1]["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("key", ["chat_template", "tools", "tokenize", "messages"])
 async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
     async with http(codec=words()) as h:
