@@ -80,7 +80,7 @@ class ChatTemplate:
                     add_generation_prompt=asked.add_generation_prompt,
                     continue_final_message=asked.continue_final_message,
                     tokenize=False,
-                    **{**(more or {}), **(asked.chat_template_kwargs or {})},
+                    **{"documents": asked.documents, **(more or {}), **(asked.chat_template_kwargs or {})},
                 )
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:

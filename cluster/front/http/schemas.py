@@ -32,6 +32,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "bad_token_ids": (None, []),  # names of gRPC's, which are others here
     "beam_search": (None,),
     "chat_template": (None,),
+    "echo": (None, False),  # a chat's
     "function_call": (None, "none"),
     "functions": (None, []),
     "guided_choice": (None,),  # vLLM's names before structured_outputs
@@ -45,6 +46,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "prompt_logprobs": (None,),
     "structured": (None,),
     "suffix": (None, ""),
+    "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
 }
 
@@ -334,6 +336,7 @@ class Prompted(BaseModel):
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     tools: Objects | None = None
+    documents: Objects | None = None  # vLLM's
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None

@@ -1,0 +1,36 @@
+"""A chat's prompt: what of a request its template gets to see, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cluster.front.http.chat import ChatTemplate
+from cluster.front.http.schemas import ChatRequest
+from engine.types import InvalidRequest
+from tests.forms import byte_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+
+def prompt(template: str, *messages: dict[str, Any], **given: Any) -> str:
+    asked = ChatRequest.model_validate({"messages": messages or [USER], **given})
+    asked.check_served()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(()), chat_template=template)
+    return ChatTemplate(tokenizer).prompt(asked)
+
+
+def test_documents_are_the_templates_to_read() -> None:
+    template = "{% for document in documents %}{{ document.text }};{% endfor %}{{ messages[0].content }}"
+    given = [{"title": "t", "text": "a"}, {"title": "u", "text": "b"}]
+    assert prompt(template, documents=given) == "a;b;hi"
+    assert prompt(template, chat_template_kwargs={"documents": given[:1]}) == "a;hi"
+
+
+@pytest.mark.parametrize(("key", "value"), [("echo", True), ("thinking_token_budget", 64)])
+def test_what_a_chat_cannot_do_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{key} is {value}; this server does not do that, so leave it out"):
+        prompt("x", **{key: value})
+    assert prompt("x", **{key: None}) == "x"
