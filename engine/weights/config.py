@@ -70,7 +70,7 @@ def resolve_dtype(asked: str, config: Any) -> torch.dtype:
 
 def resolve_max_len(asked: int | None, config: Any) -> int:
     """The longest sequence to serve. Raises ValueError when more is asked for than the model's positions, or those that
-    its dynamic or YaRN RoPE stretches them to."""
+    its dynamic, linear or YaRN RoPE stretches them to."""
     text = config.get_text_config()
     own = next((value for key in LENGTHS if (value := getattr(text, key, None)) is not None), None)
     if own is not None and own < 1:
@@ -88,10 +88,11 @@ def resolve_max_len(asked: int | None, config: Any) -> int:
 
 
 def _stretched(text: Any, own: int) -> int:
-    """Of YaRN that was added to a config, whose max_position_embeddings stays as it was: Qwen's cards say so."""
+    """By a plain factor; and of YaRN that was added to a config, whose max_position_embeddings stays as it was: Qwen's
+    cards say so."""
     rope = getattr(text, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type"), float(rope.get("factor") or 1.0)
-    if kind == "dynamic":
+    if kind in ("dynamic", "linear"):
         return int(own * factor)
     original = rope.get("original_max_position_embeddings")
     return max(own, int(original * factor)) if kind == "yarn" and original else own

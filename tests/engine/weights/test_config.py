@@ -36,6 +36,16 @@ def test_one_that_yarn_was_added_to_may_be_served_as_far_as_that_stretches_it() 
         resolve_max_len(1025, config)
 
 
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_rope_that_is_scaled_by_a_factor_stretches_where_it_is_asked_to(kind: str) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    config = LlamaConfig(max_position_embeddings=128, rope_parameters=rope)
+    assert resolve_max_len(None, config) == 128
+    assert resolve_max_len(512, config) == 512
+    with pytest.raises(ValueError, match="max_model_len is 513, but the model has 512 positions"):
+        resolve_max_len(513, config)
+
+
 def test_a_config_that_names_none_wants_to_be_told() -> None:
     with pytest.raises(ValueError, match="names no max_position_embeddings; give max_model_len"):
         resolve_max_len(None, BloomConfig())
