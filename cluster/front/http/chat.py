@@ -19,6 +19,8 @@ from engine.types import InvalidRequest
 MARKS_IN_CALLS = ("[CALL_ID]", "[ARGS]")  # Mistral's
 TOOL_MARKS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_tag|>", ""))  # Hermes, Mistral, Llama 3
 FOR_TEMPLATES = ("documents",)  # of the names that transformers itself has
+# of a template, for messages that it does not expect
+UNREAD = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -83,7 +85,7 @@ class ChatTemplate:
                     **{"documents": asked.documents, **(more or {}), **(asked.chat_template_kwargs or {})},
                 )
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        except UNREAD as error:
             raise InvalidRequest(f"messages cannot be read by the model's template: {str(error)[:300]}") from error
 
 

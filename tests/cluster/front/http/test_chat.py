@@ -34,3 +34,9 @@ def test_what_a_chat_cannot_do_is_refused(key: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"{key} is {value}; this server does not do that, so leave it out"):
         prompt("x", **{key: value})
     assert prompt("x", **{key: None}) == "x"
+
+
+@pytest.mark.parametrize("wrong", ["1 // (messages[0].content | int)", "10.0 ** 400", "messages[0].x.y"])
+def test_what_a_template_stumbles_at_is_the_clients_to_mend(wrong: str) -> None:
+    with pytest.raises(InvalidRequest, match="messages cannot be read by the model's template"):
+        prompt(f"{{{{ {wrong} }}}}")
