@@ -21,6 +21,13 @@ TOOL_MARKS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_
 FOR_TEMPLATES = ("documents",)  # of the names that transformers itself has
 # of a template, for messages that it does not expect
 UNREAD = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+TEXTS = {  # by a part's type, which key has its text; as vLLM reads them
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -108,10 +115,10 @@ def _read(number: int, message: Message) -> dict[str, Any]:
 
 
 def _text(number: int, part: Mapping[str, Any]) -> str:
-    text = part.get("text")
-    if part.get("type", "text") not in ("text", "input_text") or not isinstance(text, str):
-        kind = str(part.get("type"))[:80]
-        raise InvalidRequest(f"messages.{number}.content has a part of type {kind}; this model reads text alone")
+    kind = str(part.get("type", "text"))
+    text = part.get(TEXTS.get(kind, ""))
+    if not isinstance(text, str):
+        raise InvalidRequest(f"messages.{number}.content has a part of type {kind[:80]}; this model reads text alone")
     return text
 
 

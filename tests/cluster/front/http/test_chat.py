@@ -40,3 +40,17 @@ def test_what_a_chat_cannot_do_is_refused(key: str, value: Any) -> None:
 def test_what_a_template_stumbles_at_is_the_clients_to_mend(wrong: str) -> None:
     with pytest.raises(InvalidRequest, match="messages cannot be read by the model's template"):
         prompt(f"{{{{ {wrong} }}}}")
+
+
+def test_parts_of_a_message_are_read_as_one_text() -> None:
+    parts = [
+        {"type": "thinking", "thinking": "a"},
+        {"type": "refusal", "refusal": "b"},
+        {"type": "output_text", "text": "c"},
+        {"text": "d"},
+    ]
+    assert prompt("{{ messages[0].content }}", {"role": "assistant", "content": parts}) == "a\nb\nc\nd"
+    wrong: Any
+    for wrong in ({"type": "image_url", "image_url": {}}, {"type": "refusal", "text": "b"}, {"type": ["text"]}):
+        with pytest.raises(InvalidRequest, match=r"messages\.0\.content has a part of type .*; this model reads text"):
+            prompt("x", {"role": "user", "content": [wrong]})
