@@ -376,7 +376,7 @@ class ChatRequest(Prompted, Sampled):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs} without logprobs; give both")
-        if self.tool_choice == "auto" and not self.tools:
+        if self.tool_choice == "auto" and self.tools is None:
             raise InvalidRequest("tool_choice is auto, and there are no tools; give both or neither")
 
 

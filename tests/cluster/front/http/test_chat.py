@@ -54,3 +54,13 @@ def test_parts_of_a_message_are_read_as_one_text() -> None:
     for wrong in ({"type": "image_url", "image_url": {}}, {"type": "refusal", "text": "b"}, {"type": ["text"]}):
         with pytest.raises(InvalidRequest, match=r"messages\.0\.content has a part of type .*; this model reads text"):
             prompt("x", {"role": "user", "content": [wrong]})
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+def test_an_empty_list_of_tools_is_none_to_choose_from(choice: str | None) -> None:
+    assert prompt("{{ tools is none }}", tools=[], tool_choice=choice) == "True"
+
+
+def test_a_choice_of_tools_wants_some() -> None:
+    with pytest.raises(InvalidRequest, match="tool_choice is auto, and there are no tools; give both or neither"):
+        prompt("x", tool_choice="auto")
