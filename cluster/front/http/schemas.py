@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.front.requests import AS_MANY_AS_FIT, MAX_ID_CHARS
 from engine.kept import POLICY_KEYS
-from engine.types import MAX_N, InvalidRequest, SamplingParams
+from engine.types import MAX_LOGPROBS, MAX_N, InvalidRequest, SamplingParams
 from kvrelay.v1 import generate_pb2
 from worker.convert import EARLY_STOPPING_TO_PROTO
 
@@ -374,6 +374,8 @@ class ChatRequest(Prompted, Sampled):
             raise InvalidRequest(
                 f"max_completion_tokens is {self.max_completion_tokens}; give a whole number from 1 on"
             )
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs is {self.top_logprobs}; give a whole number of 0 to {MAX_LOGPROBS}")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs} without logprobs; give both")
         if self.tool_choice == "auto" and self.tools is None:

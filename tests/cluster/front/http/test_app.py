@@ -448,6 +448,11 @@ async def test_what_is_no_json_is_refused() -> None:
             {"messages": [{"role": "user", "content": "w5"}], "max_completion_tokens": 0},
             "max_completion_tokens is 0; give a whole number from 1 on",
         ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "w5"}], "logprobs": True, "top_logprobs": 21},
+            "top_logprobs is 21; give a whole number of 0 to 20",
+        ),
     ],
 )
 async def test_a_mistake_is_named_by_its_key(path: str, asked: dict[str, Any], message: str) -> None:
