@@ -55,6 +55,27 @@ async def test_text_and_tokens_are_those_of_grpc_whole_and_streamed() -> None:
             assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["length"]
 
 
+async def test_the_prompts_tokens_are_told_once_where_tokens_are() -> None:
+    async with http(codec=words()) as h:
+        asked: dict[str, Any] = {"prompt": ["w5 w6", "w7"], "max_tokens": 3, "n": 2, "return_token_ids": True}
+        prompts = [[5, 6], [5, 6], [7], [7]]
+        _, body = await h.post("/v1/completions", **asked)
+        assert [choice["prompt_token_ids"] for choice in body["choices"]] == prompts
+        choices = [choice for event in await h.events("/v1/completions", **asked) for choice in event["choices"]]
+        for index, prompt in enumerate(prompts):
+            first, *others = [choice for choice in choices if choice["index"] == index]
+            assert first["prompt_token_ids"] == prompt
+            assert not any("prompt_token_ids" in choice for choice in others)
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 3}
+        _, body = await h.post("/v1/chat/completions", **chat, return_token_ids=True)
+        assert body["prompt_token_ids"] == [5, 8]
+        first, *others = await h.events("/v1/chat/completions", **chat, return_token_ids=True)
+        assert first["prompt_token_ids"] == [5, 8]
+        assert not any("prompt_token_ids" in event for event in others)
+        _, body = await h.post("/v1/chat/completions", **chat)
+        assert "prompt_token_ids" not in body
+
+
 async def test_openais_client_completes_and_streams_with_usage() -> None:
     async with http(codec=words()) as h:
         text = text_of(scripted_tokens(PROMPT, 5))
