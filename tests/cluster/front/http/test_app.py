@@ -121,6 +121,18 @@ async def test_a_stop_string_ends_it_and_is_shown_where_it_is_asked_for() -> Non
         assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == ("stop", ids[1])
 
 
+@pytest.mark.parametrize("shows", [False, True])
+async def test_so_is_a_token_that_ends_it_but_for_a_special_one(shows: bool) -> None:
+    async with http(codec=words(), worker={"script": calling}) as h:
+        asked: dict[str, Any] = {"prompt": PROMPT, "include_stop_str_in_output": shows}
+        _, body = await h.post("/v1/completions", **asked, stop_token_ids=[43])
+        assert body["choices"][0]["text"] == " w11 w12" + ' [{"name":' * shows
+        events = await h.events("/v1/completions", **asked, stop_token_ids=[43])
+        assert "".join(event["choices"][0]["text"] for event in events) == body["choices"][0]["text"]
+        _, body = await h.post("/v1/completions", **asked, stop_token_ids=[40])
+        assert body["choices"][0]["text"] == " w11 w12"
+
+
 async def test_the_prompt_is_echoed() -> None:
     async with http(codec=words()) as h:
         _, body = await h.post("/v1/completions", prompt=PROMPT, max_tokens=2, echo=True)
