@@ -69,6 +69,7 @@ class ChatTemplate:
         self.is_there = bool(template)
         named = inspect.signature(tokenizer.apply_chat_template).parameters if template else ()
         self._own_names = ("messages", *named)  # which transformers calls the conversation
+        self._knows_developers = "developer" in (template or "")
         self.marks = _marks_of(template or "")
 
     def prompt(self, asked: Prompted, more: Mapping[str, Any] | None = None) -> str:
@@ -80,7 +81,7 @@ class ChatTemplate:
         for key in asked.chat_template_kwargs or ():
             if key in self._own_names and key not in FOR_TEMPLATES:
                 raise InvalidRequest(f"chat_template_kwargs has {key}, which is not the template's to know")
-        messages = [_read(number, message) for number, message in enumerate(asked.messages)]
+        messages = [self._read(number, message) for number, message in enumerate(asked.messages)]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -95,23 +96,24 @@ class ChatTemplate:
         except UNREAD as error:
             raise InvalidRequest(f"messages cannot be read by the model's template: {str(error)[:300]}") from error
 
+    def _read(self, number: int, message: Message) -> dict[str, Any]:
+        """As the template wants it: one text, and a call's arguments as an object."""
+        read = message.model_dump(exclude_none=True)
+        if message.role == "developer" and not self._knows_developers:
+            read["role"] = "system"  # what the role was called
+        if isinstance(message.content, list):
+            read["content"] = "\n".join(_text(number, part) for part in message.content)
+        read.setdefault("content", "")
+        if message.tool_calls:
+            read["tool_calls"] = [_called(call) for call in message.tool_calls]
+        return read
+
 
 def _marks_of(template: str) -> Marks:
     reasoning = next((marks for marks in REASONING_MARKS if marks[1] in template), ("", ""))
     tools = next((marks for marks in TOOL_MARKS if marks[0] in template), ("", ""))
     in_calls = tuple(mark for mark in MARKS_IN_CALLS if tools[0] == "[TOOL_CALLS]" and mark in template)
     return Marks(reasoning, tools, in_calls)
-
-
-def _read(number: int, message: Message) -> dict[str, Any]:
-    """As templates want it: one text, and a call's arguments as an object."""
-    read = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        read["content"] = "\n".join(_text(number, part) for part in message.content)
-    read.setdefault("content", "")
-    if message.tool_calls:
-        read["tool_calls"] = [_called(call) for call in message.tool_calls]
-    return read
 
 
 def _text(number: int, part: Mapping[str, Any]) -> str:

@@ -64,3 +64,9 @@ def test_an_empty_list_of_tools_is_none_to_choose_from(choice: str | None) -> No
 def test_a_choice_of_tools_wants_some() -> None:
     with pytest.raises(InvalidRequest, match="tool_choice is auto, and there are no tools; give both or neither"):
         prompt("x", tool_choice="auto")
+
+
+@pytest.mark.parametrize(("known", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_where_the_template_knows_none(known: str, role: str) -> None:
+    assert prompt("{{ messages[0].role }}" + known, {"role": "developer", "content": "x"}, USER) == role
+    assert prompt("{{ messages[0].role }}" + known, {"role": "tool", "content": "x"}) == "tool"
