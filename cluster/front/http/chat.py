@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +29,7 @@ TEXTS = {  # by a part's type, which key has its text; as vLLM reads them
     "refusal": "refusal",
     "thinking": "thinking",
 }
+SHOWN = "kvrelay shows this"  # a message, to see whether it is in a prompt
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -69,6 +71,7 @@ class ChatTemplate:
         self.is_there = bool(template)
         named = inspect.signature(tokenizer.apply_chat_template).parameters if template else ()
         self._own_names = ("messages", *named)  # which transformers calls the conversation
+        self._takes_parts = self.is_there and _takes_parts(tokenizer)
         self._knows_developers = "developer" in (template or "")
         self.marks = _marks_of(template or "")
 
@@ -97,13 +100,12 @@ class ChatTemplate:
             raise InvalidRequest(f"messages cannot be read by the model's template: {str(error)[:300]}") from error
 
     def _read(self, number: int, message: Message) -> dict[str, Any]:
-        """As the template wants it: one text, and a call's arguments as an object."""
+        """As the template wants it: one text, or texts as parts, and a call's arguments as an object."""
         read = message.model_dump(exclude_none=True)
         if message.role == "developer" and not self._knows_developers:
             read["role"] = "system"  # what the role was called
-        if isinstance(message.content, list):
-            read["content"] = "\n".join(_text(number, part) for part in message.content)
-        read.setdefault("content", "")
+        texts = _texts(number, message.content)
+        read["content"] = [_part(text) for text in texts] if self._takes_parts else "\n".join(texts)
         if message.tool_calls:
             read["tool_calls"] = [_called(call) for call in message.tool_calls]
         return read
@@ -114,6 +116,27 @@ def _marks_of(template: str) -> Marks:
     tools = next((marks for marks in TOOL_MARKS if marks[0] in template), ("", ""))
     in_calls = tuple(mark for mark in MARKS_IN_CALLS if tools[0] == "[TOOL_CALLS]" and mark in template)
     return Marks(reasoning, tools, in_calls)
+
+
+def _takes_parts(tokenizer: Any) -> bool:
+    """Whether the template reads a message's parts, and no text that it is given in their place."""
+    return SHOWN not in _shown(tokenizer, SHOWN) and SHOWN in _shown(tokenizer, [_part(SHOWN)])
+
+
+def _shown(tokenizer: Any, content: Any) -> str:
+    with suppress(*UNREAD):
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+    return ""
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _texts(number: int, content: str | list[dict[str, Any]] | None) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [_text(number, part) for part in content or ()]
 
 
 def _text(number: int, part: Mapping[str, Any]) -> str:

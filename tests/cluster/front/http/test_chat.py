@@ -70,3 +70,20 @@ def test_a_choice_of_tools_wants_some() -> None:
 def test_a_developer_is_the_system_where_the_template_knows_none(known: str, role: str) -> None:
     assert prompt("{{ messages[0].role }}" + known, {"role": "developer", "content": "x"}, USER) == role
     assert prompt("{{ messages[0].role }}" + known, {"role": "tool", "content": "x"}) == "tool"
+
+
+PARTS = "{% for part in message.content %}[{{ part.text }}]{% endfor %}"
+ALL = "{% for message in messages %}CONTENT{% endfor %}"
+
+
+def test_a_template_that_reads_parts_alone_gets_parts() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "input_text", "text": "c"}]},
+        {"role": "assistant", "content": None},
+    ]
+    assert prompt(ALL.replace("CONTENT", PARTS), *messages) == "[a][b][c]"
+    strict = PARTS.replace("part.text", "part['text'] | trim")
+    assert prompt(ALL.replace("CONTENT", strict), *messages) == "[a][b][c]"
+    both = "{% if message.content is string %}{{ message.content }};{% else %}" + PARTS + "{% endif %}"
+    assert prompt(ALL.replace("CONTENT", both), *messages) == "a;b\nc;;"
