@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
@@ -113,11 +113,23 @@ def check_config(config: Any) -> None:
         raise UnsupportedModel(f"{name} has no layers: num_hidden_layers in config.json is 0")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(_why_no_text_model(config, name))
     if getattr(text, "attn_temperature_tuning", False) and "Llama4" not in name:
         raise UnsupportedModel(
             f"{name} tunes its attention temperature (attn_temperature_tuning) by positions that it reads "
             "from a cache object, which pages do not have"
         )
+
+
+def _why_no_text_model(config: Any, name: str) -> str:
+    if config.get_text_config() is not config:
+        return (
+            f"{name} is a model of text with images or sound; kvrelay serves text models: give its text part, by itself"
+        )
+    return (
+        f"{name} is of type {config.model_type}, which transformers has no causal language model of; give one of text"
+    )
 
 
 def _check_names(key: str, given: object) -> None:

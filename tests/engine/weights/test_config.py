@@ -1,13 +1,14 @@
-"""The longest sequence to serve, by whatever name a model's config has it."""
+"""The longest sequence to serve, by whatever name a model's config has it; and what is no text model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, LlamaConfig, MptConfig
+from transformers import BloomConfig, Gemma3Config, LlamaConfig, LlavaConfig, MptConfig, ViTConfig
 
-from engine.weights.config import resolve_max_len
+from engine.errors import UnsupportedModel
+from engine.weights.config import check_config, resolve_max_len
 
 pytestmark = pytest.mark.unit
 
@@ -50,3 +51,22 @@ def test_a_config_that_names_none_wants_to_be_told() -> None:
     with pytest.raises(ValueError, match="names no max_position_embeddings; give max_model_len"):
         resolve_max_len(None, BloomConfig())
     assert resolve_max_len(77, BloomConfig()) == 77
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (
+            LlavaConfig(architectures=["Llava"]),
+            "Llava is a model of text with images or sound; kvrelay serves text models",
+        ),
+        (ViTConfig(), "ViTConfig is of type vit, which transformers has no causal language model of"),
+    ],
+)
+def test_a_model_of_more_or_other_than_text_is_refused_by_name(config: Any, why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=why):
+        check_config(config)
+
+
+def test_one_that_transformers_loads_as_a_text_model_is_not() -> None:
+    check_config(Gemma3Config())
