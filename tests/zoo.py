@@ -237,7 +237,42 @@ EXTRA: dict[str, Builder] = {
 # Beside EXTRA, whose sweep they would only make longer.
 OTHERS: dict[str, Builder] = {
     "modernbert_decoder": _like_llama("ModernBertDecoderConfig", local_attention=WINDOW, pad_token_id=EOS_ID),
+    "dbrx": lambda: hf.DbrxConfig(
+        vocab_size=VOCAB,
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=MAX_POSITIONS,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        **SPECIAL,
+    ),
+    "gemma3n_text": _like_llama(
+        "Gemma3nTextConfig",
+        head_dim=16,
+        num_hidden_layers=5,
+        num_kv_shared_layers=2,
+        layer_types=[*ALTERNATING, "sliding_attention", "full_attention"],
+        sliding_window=WINDOW,
+        activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        laurel_rank=8,
+        altup_num_inputs=2,
+    ),
     "hunyuan_v1_moe": _like_llama("HunYuanMoEV1Config", head_dim=16, num_experts=4, moe_topk=2, pad_token_id=EOS_ID),
+    "phi4_multimodal": _like_llama(  # of text: its parts for images and sound are small, and not run
+        "Phi4MultimodalConfig",
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        audio_config={"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
+    ),
 }
 
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
@@ -296,6 +331,14 @@ MORE_HYBRIDS: dict[str, Builder] = {
         mamba_d_state=16,
         mamba_n_groups=1,
         mamba_chunk_size=16,
+    ),
+    "lfm2_moe": _like_llama(
+        "Lfm2MoeConfig",
+        layer_types=["conv", "full_attention", "conv"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
     ),
 }
 

@@ -28,10 +28,13 @@ class ChoiceAnswer:
         shown_special: frozenset[int] = frozenset(),
         *,
         prompt_ids: Sequence[int] = (),
+        shows_stop_token: bool = False,
     ) -> None:
-        """`prompt_ids`: or the last of them; the text goes on from theirs."""
+        """`prompt_ids`: or the last of them; the text goes on from theirs. `shows_stop_token`: the text has that of a
+        token that ended the request by its id."""
         self._request_id = request_id
         self._index = index
+        self._shows_stop_token = shows_stop_token
         self._text = Detokenizer(
             codec.backend if codec is not None else None,
             stop=params.stop,
@@ -44,8 +47,8 @@ class ChoiceAnswer:
     def response(self, update: ChoiceUpdate) -> generate_pb2.GenerateResponse:
         """The message for these tokens. If they complete a stop string it ends the choice, whatever `finish` says."""
         ids, details, finish = update.ids, update.details, update.finish
-        # A token that ended the request by its id (EOS, stop_token_ids) is part of the tokens, not of the text.
-        shown = ids[:-1] if finish is FinishReason.STOP else ids
+        # A token that ended the request by its id (EOS, stop_token_ids) is part of the tokens, not always of the text.
+        shown = ids[:-1] if finish is FinishReason.STOP and not self._shows_stop_token else ids
         text = self._text.push(shown)
         if self._text.stopped:
             finish = FinishReason.STOP

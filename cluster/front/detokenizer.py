@@ -32,7 +32,7 @@ class Detokenizer:
 
     `stop` strings count once a token with number >= `min_tokens` completes them. Of several, the one that ends first
     in the text wins, and of those that end together the longest: what reading character by character would find.
-    Do not push a token that ended the request by its id; its text, if it has any, is not part of the answer.
+    Do not push a token that ended the request by its id where its text is not to be part of the answer.
     Without a tokenizer all text is empty.
     """
 

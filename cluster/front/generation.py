@@ -88,13 +88,14 @@ class Generation:
         is_kept: bool = False,
         is_counted: bool = True,
         shown_special: frozenset[int] = frozenset(),
+        shows_stop_token: bool = False,
     ) -> AsyncGenerator[generate_pb2.GenerateResponse, None]:
         """Everything of one call, from check to trailers. The client's leaving cancels it, here and at the workers.
 
         `is_kept`: whoever asks keeps what it gets, so that all of it counts as unread to the end. The message goes as
         soon as it is read, here and in the callers: nothing counts the bytes in it that are no prompt. `is_counted`: it
         hands the answer's tokens on; else they are not charged. `shown_special`: special tokens whose text is part of
-        the answer's.
+        the answer's; `shows_stop_token`: so is that of one of `stop_token_ids`.
         """
         served = self.open_model(request.model)
         router = served.router
@@ -107,7 +108,15 @@ class Generation:
         meter = Meter(submission, self._counting)
         numbers, prompt_ids = range(checked.params.n), checked.new.prompt_ids
         answers = [
-            ChoiceAnswer(submission.id, i, checked.params, served.codec, shown_special, prompt_ids=prompt_ids)
+            ChoiceAnswer(
+                submission.id,
+                i,
+                checked.params,
+                served.codec,
+                shown_special,
+                prompt_ids=prompt_ids,
+                shows_stop_token=shows_stop_token,
+            )
             for i in numbers
         ]
         running = set(numbers)

@@ -271,9 +271,10 @@ async def encode(
     """Token ids of a text that may fit the model. Raises InvalidRequest."""
     if codec is None:
         raise InvalidRequest("the prompt is text but no tokenizer is loaded; give token_ids")
-    if not text:
+    ids = await codec.encode(text, model.max_model_len, special_tokens=special_tokens)
+    if not ids:  # a tokenizer may add a token to no text
         raise InvalidRequest("the prompt is empty; give text with at least one token")
-    return await codec.encode(text, model.max_model_len, special_tokens=special_tokens)
+    return ids
 
 
 def _samplings(params: SamplingParams) -> list[generate_pb2.SamplingParams]:

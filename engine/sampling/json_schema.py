@@ -1,7 +1,7 @@
 """checked reads the numbers of a JSON Schema before llguidance does, to which each is a double: a value that a double
 need not hold is refused by its place, a bound becomes one that it holds, and an exclusive bound that it may break an
 inclusive one. So an answer always keeps the schema, though not each that does is drawn. Annotations (`default`,
-`examples`) are nobody's to read."""
+`examples`) are nobody's to read; a `format` that llguidance does not know is one, and is taken out."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ BOUNDS = {  # what is inclusive there, and on which side is what it allows
     "exclusiveMaximum": ("maximum", -1),
 }
 EXACT = ("const", "enum", "multipleOf")
+FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")  # llguidance's
 DIGITS = 15  # of a number in decimal, which a double keeps and llguidance reads
 DOUBLE_BITS = 53
 LARGEST_BOUND = 9223372030000000000  # that llguidance takes, of so few
@@ -37,6 +38,8 @@ def checked(schema: dict[str, Any]) -> dict[str, Any]:
         _narrow(part, place)
         _make_inclusive(part, "minimum", "exclusiveMinimum", 1)
         _make_inclusive(part, "maximum", "exclusiveMaximum", -1)
+        if isinstance(name := part.get("format"), str) and name not in FORMATS:
+            del part["format"]
     return schema
 
 

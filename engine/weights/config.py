@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
@@ -70,7 +70,7 @@ def resolve_dtype(asked: str, config: Any) -> torch.dtype:
 
 def resolve_max_len(asked: int | None, config: Any) -> int:
     """The longest sequence to serve. Raises ValueError when more is asked for than the model's positions, or those that
-    its dynamic or YaRN RoPE stretches them to."""
+    its dynamic, linear or YaRN RoPE stretches them to."""
     text = config.get_text_config()
     own = next((value for key in LENGTHS if (value := getattr(text, key, None)) is not None), None)
     if own is not None and own < 1:
@@ -88,10 +88,11 @@ def resolve_max_len(asked: int | None, config: Any) -> int:
 
 
 def _stretched(text: Any, own: int) -> int:
-    """Of YaRN that was added to a config, whose max_position_embeddings stays as it was: Qwen's cards say so."""
+    """By a plain factor; and of YaRN that was added to a config, whose max_position_embeddings stays as it was: Qwen's
+    cards say so."""
     rope = getattr(text, "rope_parameters", None) or {}
     kind, factor = rope.get("rope_type"), float(rope.get("factor") or 1.0)
-    if kind == "dynamic":
+    if kind in ("dynamic", "linear"):
         return int(own * factor)
     original = rope.get("original_max_position_embeddings")
     return max(own, int(original * factor)) if kind == "yarn" and original else own
@@ -112,11 +113,23 @@ def check_config(config: Any) -> None:
         raise UnsupportedModel(f"{name} has no layers: num_hidden_layers in config.json is 0")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(_why_no_text_model(config, name))
     if getattr(text, "attn_temperature_tuning", False) and "Llama4" not in name:
         raise UnsupportedModel(
             f"{name} tunes its attention temperature (attn_temperature_tuning) by positions that it reads "
             "from a cache object, which pages do not have"
         )
+
+
+def _why_no_text_model(config: Any, name: str) -> str:
+    if config.get_text_config() is not config:
+        return (
+            f"{name} is a model of text with images or sound; kvrelay serves text models: give its text part, by itself"
+        )
+    return (
+        f"{name} is of type {config.model_type}, which transformers has no causal language model of; give one of text"
+    )
 
 
 def _check_names(key: str, given: object) -> None:

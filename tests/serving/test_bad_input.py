@@ -15,6 +15,7 @@ import pytest_asyncio
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
 from kvrelay.client.types import GenerateOptions, KvrelayError
+from kvrelay.demo_model import BOS_ID
 from kvrelay.v1 import generate_pb2
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import PAGE_SIZE, ROUTER, counters, engine_with, random_prompt, worker_with
@@ -122,7 +123,6 @@ BAD_PROMPTS: dict[str, tuple[Callable[[], str | list[int]], GenerateOptions, str
         f"the prompt has token id {VOCAB}; the model's ids go from 0 to {VOCAB - 1}",
     ),
     "a huge id": (lambda: [2**32 - 1], GenerateOptions(), "the prompt has token id 4294967295"),
-    "no text": (lambda: "", GenerateOptions(), "the prompt is empty; give text with at least one token"),
     "no ids": (list, GenerateOptions(), "the prompt is empty; give token_ids with at least one token"),
     "more than the pool": (
         lambda: random_prompt(200, seed=1),
@@ -144,6 +144,12 @@ async def test_the_longest_prompt_that_fits_the_pool_is_served(served: Served) -
         random_prompt(200, seed=1), max_tokens=56, temperature=0.0, ignore_eos=True, timeout_s=60
     )
     assert len(answer.token_ids) == MOST_TOKENS - 200
+    await served.check()
+
+
+async def test_an_empty_text_is_a_prompt_of_the_token_that_begins_each(served: Served) -> None:
+    answer = await served.client.generate("", temperature=0.0, timeout_s=60)
+    assert answer.token_ids == (await served.client.generate([BOS_ID], temperature=0.0, timeout_s=60)).token_ids
     await served.check()
 
 

@@ -115,6 +115,7 @@ class Answer(ABC):
                 is_kept=is_kept,
                 is_counted=self._shows_tokens,
                 shown_special=self._shown_special,
+                shows_stop_token=self.asked.include_stop_str_in_output,
             )
             async with aclosing(parts) as responses:
                 async for response in responses:

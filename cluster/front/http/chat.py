@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,16 @@ from engine.types import InvalidRequest
 MARKS_IN_CALLS = ("[CALL_ID]", "[ARGS]")  # Mistral's
 TOOL_MARKS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_tag|>", ""))  # Hermes, Mistral, Llama 3
 FOR_TEMPLATES = ("documents",)  # of the names that transformers itself has
+# of a template, for messages that it does not expect
+UNREAD = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+TEXTS = {  # by a part's type, which key has its text; as vLLM reads them
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+SHOWN = "kvrelay shows this"  # a message, to see whether it is in a prompt
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -60,6 +71,8 @@ class ChatTemplate:
         self.is_there = bool(template)
         named = inspect.signature(tokenizer.apply_chat_template).parameters if template else ()
         self._own_names = ("messages", *named)  # which transformers calls the conversation
+        self._takes_parts = self.is_there and _takes_parts(tokenizer)
+        self._knows_developers = "developer" in (template or "")
         self.marks = _marks_of(template or "")
 
     def prompt(self, asked: Prompted, more: Mapping[str, Any] | None = None) -> str:
@@ -71,7 +84,7 @@ class ChatTemplate:
         for key in asked.chat_template_kwargs or ():
             if key in self._own_names and key not in FOR_TEMPLATES:
                 raise InvalidRequest(f"chat_template_kwargs has {key}, which is not the template's to know")
-        messages = [_read(number, message) for number, message in enumerate(asked.messages)]
+        messages = [self._read(number, message) for number, message in enumerate(asked.messages)]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -80,11 +93,22 @@ class ChatTemplate:
                     add_generation_prompt=asked.add_generation_prompt,
                     continue_final_message=asked.continue_final_message,
                     tokenize=False,
-                    **{**(more or {}), **(asked.chat_template_kwargs or {})},
+                    **{"documents": asked.documents, **(more or {}), **(asked.chat_template_kwargs or {})},
                 )
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        except UNREAD as error:
             raise InvalidRequest(f"messages cannot be read by the model's template: {str(error)[:300]}") from error
+
+    def _read(self, number: int, message: Message) -> dict[str, Any]:
+        """As the template wants it: one text, or texts as parts, and a call's arguments as an object."""
+        read = message.model_dump(exclude_none=True)
+        if message.role == "developer" and not self._knows_developers:
+            read["role"] = "system"  # what the role was called
+        texts = _texts(number, message.content)
+        read["content"] = [_part(text) for text in texts] if self._takes_parts else "\n".join(texts)
+        if message.tool_calls:
+            read["tool_calls"] = [_called(call) for call in message.tool_calls]
+        return read
 
 
 def _marks_of(template: str) -> Marks:
@@ -94,22 +118,32 @@ def _marks_of(template: str) -> Marks:
     return Marks(reasoning, tools, in_calls)
 
 
-def _read(number: int, message: Message) -> dict[str, Any]:
-    """As templates want it: one text, and a call's arguments as an object."""
-    read = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        read["content"] = "\n".join(_text(number, part) for part in message.content)
-    read.setdefault("content", "")
-    if message.tool_calls:
-        read["tool_calls"] = [_called(call) for call in message.tool_calls]
-    return read
+def _takes_parts(tokenizer: Any) -> bool:
+    """Whether the template reads a message's parts, and no text that it is given in their place."""
+    return SHOWN not in _shown(tokenizer, SHOWN) and SHOWN in _shown(tokenizer, [_part(SHOWN)])
+
+
+def _shown(tokenizer: Any, content: Any) -> str:
+    with suppress(*UNREAD):
+        return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+    return ""
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _texts(number: int, content: str | list[dict[str, Any]] | None) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [_text(number, part) for part in content or ()]
 
 
 def _text(number: int, part: Mapping[str, Any]) -> str:
-    text = part.get("text")
-    if part.get("type", "text") not in ("text", "input_text") or not isinstance(text, str):
-        kind = str(part.get("type"))[:80]
-        raise InvalidRequest(f"messages.{number}.content has a part of type {kind}; this model reads text alone")
+    kind = str(part.get("type", "text"))
+    text = part.get(TEXTS.get(kind, ""))
+    if not isinstance(text, str):
+        raise InvalidRequest(f"messages.{number}.content has a part of type {kind[:80]}; this model reads text alone")
     return text
 
 

@@ -19,6 +19,7 @@ from cluster.front.http.shapes import (
     ChatChoice,
     ChatLogprobs,
     ChatMessage,
+    UsageBody,
     chat_logprobs,
     delta_of,
     stop_reason,
@@ -76,9 +77,18 @@ class ChatAnswer(Answer):
             for _ in range(asked.num_choices)
         ]
         self._shows_thoughts = asked.include_reasoning
+        self._is_one_call = asked.parallel_tool_calls is False
         self._shows_stop = asked.include_stop_str_in_output
         self._shows_ids = bool(asked.return_token_ids)
+        self._prompt = {"prompt_token_ids": prompt_ids} if self._shows_ids else {}  # as it is told, once
         self._begun: set[int] = set()  # choices
+
+    async def whole(self) -> dict[str, Any]:
+        return await super().whole() | self._prompt
+
+    def _event_body(self, choices: list[Any], usage: UsageBody | None) -> dict[str, Any]:
+        body, self._prompt = super()._event_body(choices, usage) | self._prompt, {}
+        return body
 
     def told(self, made: Made) -> Iterator[ChatChoice]:
         part, index = made.part, made.part.index
@@ -102,6 +112,8 @@ class ChatAnswer(Answer):
         number = parser.num_calls - sum(each.kind == "called" for each in parts)
         for each in parts:
             if each.kind == "thought" and not self._shows_thoughts:
+                continue
+            if each.kind == "called" and number and self._is_one_call:
                 continue
             yield delta_of(each, number, _call_id())
             number += each.kind == "called"

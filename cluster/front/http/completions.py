@@ -71,6 +71,7 @@ def _whole(parts: Sequence[CompletionChoice]) -> CompletionChoice:
         whole["prompt_logprobs"] = scores
     if "token_ids" in whole:
         whole["token_ids"] = [token for part in parts for token in part.get("token_ids", [])]
+        whole["prompt_token_ids"] = parts[0]["prompt_token_ids"]
     return whole
 
 

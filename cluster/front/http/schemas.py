@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.front.requests import AS_MANY_AS_FIT, MAX_ID_CHARS
 from engine.kept import POLICY_KEYS
-from engine.types import MAX_N, InvalidRequest, SamplingParams
+from engine.types import MAX_LOGPROBS, MAX_N, InvalidRequest, SamplingParams
 from kvrelay.v1 import generate_pb2
 from worker.convert import EARLY_STOPPING_TO_PROTO
 
@@ -32,6 +32,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "bad_token_ids": (None, []),  # names of gRPC's, which are others here
     "beam_search": (None,),
     "chat_template": (None,),
+    "echo": (None, False),  # a chat's
     "function_call": (None, "none"),
     "functions": (None, []),
     "guided_choice": (None,),  # vLLM's names before structured_outputs
@@ -45,6 +46,7 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "prompt_logprobs": (None,),
     "structured": (None,),
     "suffix": (None, ""),
+    "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
 }
 
@@ -334,6 +336,7 @@ class Prompted(BaseModel):
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     tools: Objects | None = None
+    documents: Objects | None = None  # vLLM's
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -371,9 +374,11 @@ class ChatRequest(Prompted, Sampled):
             raise InvalidRequest(
                 f"max_completion_tokens is {self.max_completion_tokens}; give a whole number from 1 on"
             )
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            raise InvalidRequest(f"top_logprobs is {self.top_logprobs}; give a whole number of 0 to {MAX_LOGPROBS}")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(f"top_logprobs is {self.top_logprobs} without logprobs; give both")
-        if self.tool_choice == "auto" and not self.tools:
+        if self.tool_choice == "auto" and self.tools is None:
             raise InvalidRequest("tool_choice is auto, and there are no tools; give both or neither")
 
 

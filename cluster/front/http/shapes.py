@@ -56,6 +56,7 @@ class CompletionChoice(TypedDict):
     finish_reason: Finish | None
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]  # of its first part
     prompt_logprobs: NotRequired[PromptLogprobs]  # of the first of a prompt's choices
     score: NotRequired[float]  # of a beam search
 
@@ -122,6 +123,7 @@ class ChatBody(TypedDict):
     model: str
     choices: list[ChatChoice]
     usage: NotRequired[UsageBody | None]
+    prompt_token_ids: NotRequired[list[int]]  # of the first part
 
 
 class ModelBody(TypedDict):

@@ -31,6 +31,7 @@ class CompletionTeller:
     echoes_logprobs: bool = False
     shows_prompt: bool = False
     offset: int = field(default=0, init=False)
+    has_begun: bool = field(default=False, init=False)
 
     def choice(self, index: int, part: generate_pb2.GenerateResponse, prompt_ids: Sequence[int]) -> CompletionChoice:
         text, self.echoed = self.echoed + part.text + (part.stop_string if self.shows_stop else ""), ""
@@ -47,6 +48,9 @@ class CompletionTeller:
             choice["score"] = part.score
         if self.shows_ids:
             choice["token_ids"] = list(part.token_ids)
+            if not self.has_begun:
+                choice["prompt_token_ids"] = list(prompt_ids)
+        self.has_begun = True
         return choice
 
     def _logprobs(self, part: generate_pb2.GenerateResponse, prompt_ids: Sequence[int]) -> CompletionLogprobs | None:

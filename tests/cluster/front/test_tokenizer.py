@@ -18,9 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cluster.front.http.shapes import TokenNames
+from cluster.front.requests import encode
 from cluster.front.tokenizer import TextCodec, TokenizerError, load_codec
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
+from kvrelay.v1 import generate_pb2
 
 
 @pytest.fixture
@@ -38,6 +40,13 @@ async def test_ids_are_those_of_transformers(directory: Path) -> None:
     text = "hello world and more"
     wanted = AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
     assert await codec.encode(text, 512) == wanted == [0, 2, 3, 1, 1]
+
+
+async def test_a_prompt_is_empty_when_no_token_comes_of_it(directory: Path) -> None:
+    codec, model = load_codec(str(directory)), generate_pb2.GetModelInfoResponse(max_model_len=16)
+    assert await encode("", model, codec) == [0]
+    with pytest.raises(InvalidRequest, match="the prompt is empty; give text with at least one token"):
+        await encode("", model, codec, special_tokens=False)
 
 
 @pytest.mark.parametrize("kind", ["letters for bytes", "bytes by number"])

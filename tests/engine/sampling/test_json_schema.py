@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
-from engine.sampling.json_schema import LARGEST, LARGEST_BOUND, checked
+from engine.sampling.json_schema import FORMATS, LARGEST, LARGEST_BOUND, checked
 from engine.types import InvalidRequest
 
 pytestmark = pytest.mark.unit
@@ -102,3 +103,20 @@ def test_what_a_ref_names_is_read_wherever_it_stands(named: str) -> None:
 def test_a_ref_to_itself_or_to_nothing_ends() -> None:
     schema = {"properties": {"next": {"$ref": "#/properties/next"}, "gone": {"$ref": "#/nowhere/0"}}, "$ref": "#"}
     assert checked(dict(schema)) == schema
+
+
+@pytest.mark.parametrize("name", ["byte", "binary", "password", "regex", "int32", "our-own"])
+def test_a_format_that_is_not_known_is_an_annotation(name: str) -> None:
+    text = {"type": "string", "pattern": "^a", "format": name}
+    left = {"type": "string", "pattern": "^a"}
+    schema = {"properties": {"format": text}, "items": {"$ref": "#/components/text"}, "components": {"text": {**text}}}
+    read = checked(schema)
+    assert (read["properties"]["format"], read["components"]["text"]) == (left, left)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_that_is_known_is_kept(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    assert checked({"anyOf": [{**schema}]}) == {"anyOf": [schema]}
+    grammar = LLMatcher.grammar_from_json_schema(schema)
+    assert not LLMatcher.validate_grammar(grammar)

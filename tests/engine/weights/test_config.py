@@ -1,13 +1,14 @@
-"""The longest sequence to serve, by whatever name a model's config has it."""
+"""The longest sequence to serve, by whatever name a model's config has it; and what is no text model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, LlamaConfig, MptConfig
+from transformers import BloomConfig, Gemma3Config, LlamaConfig, LlavaConfig, MptConfig, ViTConfig
 
-from engine.weights.config import resolve_max_len
+from engine.errors import UnsupportedModel
+from engine.weights.config import check_config, resolve_max_len
 
 pytestmark = pytest.mark.unit
 
@@ -36,7 +37,36 @@ def test_one_that_yarn_was_added_to_may_be_served_as_far_as_that_stretches_it() 
         resolve_max_len(1025, config)
 
 
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_rope_that_is_scaled_by_a_factor_stretches_where_it_is_asked_to(kind: str) -> None:
+    rope = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    config = LlamaConfig(max_position_embeddings=128, rope_parameters=rope)
+    assert resolve_max_len(None, config) == 128
+    assert resolve_max_len(512, config) == 512
+    with pytest.raises(ValueError, match="max_model_len is 513, but the model has 512 positions"):
+        resolve_max_len(513, config)
+
+
 def test_a_config_that_names_none_wants_to_be_told() -> None:
     with pytest.raises(ValueError, match="names no max_position_embeddings; give max_model_len"):
         resolve_max_len(None, BloomConfig())
     assert resolve_max_len(77, BloomConfig()) == 77
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (
+            LlavaConfig(architectures=["Llava"]),
+            "Llava is a model of text with images or sound; kvrelay serves text models",
+        ),
+        (ViTConfig(), "ViTConfig is of type vit, which transformers has no causal language model of"),
+    ],
+)
+def test_a_model_of_more_or_other_than_text_is_refused_by_name(config: Any, why: str) -> None:
+    with pytest.raises(UnsupportedModel, match=why):
+        check_config(config)
+
+
+def test_one_that_transformers_loads_as_a_text_model_is_not() -> None:
+    check_config(Gemma3Config())

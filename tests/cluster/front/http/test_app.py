@@ -55,6 +55,27 @@ async def test_text_and_tokens_are_those_of_grpc_whole_and_streamed() -> None:
             assert [c["finish_reason"] for c in own if c["finish_reason"]] == ["length"]
 
 
+async def test_the_prompts_tokens_are_told_once_where_tokens_are() -> None:
+    async with http(codec=words()) as h:
+        asked: dict[str, Any] = {"prompt": ["w5 w6", "w7"], "max_tokens": 3, "n": 2, "return_token_ids": True}
+        prompts = [[5, 6], [5, 6], [7], [7]]
+        _, body = await h.post("/v1/completions", **asked)
+        assert [choice["prompt_token_ids"] for choice in body["choices"]] == prompts
+        choices = [choice for event in await h.events("/v1/completions", **asked) for choice in event["choices"]]
+        for index, prompt in enumerate(prompts):
+            first, *others = [choice for choice in choices if choice["index"] == index]
+            assert first["prompt_token_ids"] == prompt
+            assert not any("prompt_token_ids" in choice for choice in others)
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 3}
+        _, body = await h.post("/v1/chat/completions", **chat, return_token_ids=True)
+        assert body["prompt_token_ids"] == [5, 8]
+        first, *others = await h.events("/v1/chat/completions", **chat, return_token_ids=True)
+        assert first["prompt_token_ids"] == [5, 8]
+        assert not any("prompt_token_ids" in event for event in others)
+        _, body = await h.post("/v1/chat/completions", **chat)
+        assert "prompt_token_ids" not in body
+
+
 async def test_openais_client_completes_and_streams_with_usage() -> None:
     async with http(codec=words()) as h:
         text = text_of(scripted_tokens(PROMPT, 5))
@@ -98,6 +119,18 @@ async def test_a_stop_string_ends_it_and_is_shown_where_it_is_asked_for() -> Non
         assert body["choices"][0]["text"] == text_of(ids[:3])
         _, body = await h.post("/v1/completions", prompt=PROMPT, max_tokens=6, stop_token_ids=[ids[1]])
         assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == ("stop", ids[1])
+
+
+@pytest.mark.parametrize("shows", [False, True])
+async def test_so_is_a_token_that_ends_it_but_for_a_special_one(shows: bool) -> None:
+    async with http(codec=words(), worker={"script": calling}) as h:
+        asked: dict[str, Any] = {"prompt": PROMPT, "include_stop_str_in_output": shows}
+        _, body = await h.post("/v1/completions", **asked, stop_token_ids=[43])
+        assert body["choices"][0]["text"] == " w11 w12" + ' [{"name":' * shows
+        events = await h.events("/v1/completions", **asked, stop_token_ids=[43])
+        assert "".join(event["choices"][0]["text"] for event in events) == body["choices"][0]["text"]
+        _, body = await h.post("/v1/completions", **asked, stop_token_ids=[40])
+        assert body["choices"][0]["text"] == " w11 w12"
 
 
 async def test_the_prompt_is_echoed() -> None:
@@ -326,6 +359,24 @@ async def test_thoughts_and_calls_are_told_apart_from_what_is_said() -> None:
         assert deltas[-1].finish_reason == "tool_calls"
 
 
+def calling_twice(prompt: list[int], index: int) -> int:
+    call = [40, 43, 44, 45, 46, 47]
+    return [*call, *call, EOS][min(index, 12)]
+
+
+@pytest.mark.parametrize(("parallel", "num_calls"), [(None, 2), (True, 2), (False, 1)])
+async def test_of_calls_that_may_not_be_parallel_the_first_goes_out(parallel: bool | None, num_calls: int) -> None:
+    async with http(codec=words(), worker={"script": calling_twice}) as h:
+        asked = {"messages": [{"role": "user", "content": "w5"}], "tools": TOOLS, "parallel_tool_calls": parallel}
+        _, body = await h.post("/v1/chat/completions", **asked)
+        [choice] = body["choices"]
+        assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (num_calls, "tool_calls")
+        choices = [choice for event in await h.events("/v1/chat/completions", **asked) for choice in event["choices"]]
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+        assert [call["index"] for call in calls] == [*range(num_calls)]
+        assert choices[-1]["finish_reason"] == "tool_calls"
+
+
 @pytest.mark.parametrize("key", ["chat_template", "tools", "tokenize", "messages"])
 async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
     async with http(codec=words()) as h:
@@ -429,6 +480,11 @@ async def test_what_is_no_json_is_refused() -> None:
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "w5"}], "max_completion_tokens": 0},
             "max_completion_tokens is 0; give a whole number from 1 on",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "w5"}], "logprobs": True, "top_logprobs": 21},
+            "top_logprobs is 21; give a whole number of 0 to 20",
         ),
     ],
 )

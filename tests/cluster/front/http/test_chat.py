@@ -1,0 +1,89 @@
+"""A chat's prompt: what of a request its template gets to see, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from cluster.front.http.chat import ChatTemplate
+from cluster.front.http.schemas import ChatRequest
+from engine.types import InvalidRequest
+from tests.forms import byte_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+
+def prompt(template: str, *messages: dict[str, Any], **given: Any) -> str:
+    asked = ChatRequest.model_validate({"messages": messages or [USER], **given})
+    asked.check_served()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(()), chat_template=template)
+    return ChatTemplate(tokenizer).prompt(asked)
+
+
+def test_documents_are_the_templates_to_read() -> None:
+    template = "{% for document in documents %}{{ document.text }};{% endfor %}{{ messages[0].content }}"
+    given = [{"title": "t", "text": "a"}, {"title": "u", "text": "b"}]
+    assert prompt(template, documents=given) == "a;b;hi"
+    assert prompt(template, chat_template_kwargs={"documents": given[:1]}) == "a;hi"
+
+
+@pytest.mark.parametrize(("key", "value"), [("echo", True), ("thinking_token_budget", 64)])
+def test_what_a_chat_cannot_do_is_refused(key: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=f"{key} is {value}; this server does not do that, so leave it out"):
+        prompt("x", **{key: value})
+    assert prompt("x", **{key: None}) == "x"
+
+
+@pytest.mark.parametrize("wrong", ["1 // (messages[0].content | int)", "10.0 ** 400", "messages[0].x.y"])
+def test_what_a_template_stumbles_at_is_the_clients_to_mend(wrong: str) -> None:
+    with pytest.raises(InvalidRequest, match="messages cannot be read by the model's template"):
+        prompt(f"{{{{ {wrong} }}}}")
+
+
+def test_parts_of_a_message_are_read_as_one_text() -> None:
+    parts = [
+        {"type": "thinking", "thinking": "a"},
+        {"type": "refusal", "refusal": "b"},
+        {"type": "output_text", "text": "c"},
+        {"text": "d"},
+    ]
+    assert prompt("{{ messages[0].content }}", {"role": "assistant", "content": parts}) == "a\nb\nc\nd"
+    wrong: Any
+    for wrong in ({"type": "image_url", "image_url": {}}, {"type": "refusal", "text": "b"}, {"type": ["text"]}):
+        with pytest.raises(InvalidRequest, match=r"messages\.0\.content has a part of type .*; this model reads text"):
+            prompt("x", {"role": "user", "content": [wrong]})
+
+
+@pytest.mark.parametrize("choice", ["auto", "none", None])
+def test_an_empty_list_of_tools_is_none_to_choose_from(choice: str | None) -> None:
+    assert prompt("{{ tools is none }}", tools=[], tool_choice=choice) == "True"
+
+
+def test_a_choice_of_tools_wants_some() -> None:
+    with pytest.raises(InvalidRequest, match="tool_choice is auto, and there are no tools; give both or neither"):
+        prompt("x", tool_choice="auto")
+
+
+@pytest.mark.parametrize(("known", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_where_the_template_knows_none(known: str, role: str) -> None:
+    assert prompt("{{ messages[0].role }}" + known, {"role": "developer", "content": "x"}, USER) == role
+    assert prompt("{{ messages[0].role }}" + known, {"role": "tool", "content": "x"}) == "tool"
+
+
+PARTS = "{% for part in message.content %}[{{ part.text }}]{% endfor %}"
+ALL = "{% for message in messages %}CONTENT{% endfor %}"
+
+
+def test_a_template_that_reads_parts_alone_gets_parts() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "input_text", "text": "c"}]},
+        {"role": "assistant", "content": None},
+    ]
+    assert prompt(ALL.replace("CONTENT", PARTS), *messages) == "[a][b][c]"
+    strict = PARTS.replace("part.text", "part['text'] | trim")
+    assert prompt(ALL.replace("CONTENT", strict), *messages) == "[a][b][c]"
+    both = "{% if message.content is string %}{{ message.content }};{% else %}" + PARTS + "{% endif %}"
+    assert prompt(ALL.replace("CONTENT", both), *messages) == "a;b\nc;;"
