@@ -36,6 +36,14 @@ def test_what_binds_moves_the_goodput_and_what_does_not_leaves_it(planned: Plan)
     assert swing(planned, "prefill times").span > 3 * swing(planned, "decode times").span
 
 
+def test_nothing_worse_raises_the_goodput_that_was_verified_by_longer_runs(planned: Plan) -> None:
+    goodput = planned.chosen.goodput.value
+    for found in planned.swings:
+        worse, better = sorted((found.at_less, found.at_more))
+        assert worse <= 1.001 * goodput, found.what
+        assert better >= 0.999 * goodput, found.what
+
+
 def test_the_largest_swing_is_first_and_each_says_how_far_it_went(planned: Plan) -> None:
     spans = [swing.span for swing in planned.swings]
     assert spans == sorted(spans, reverse=True)
