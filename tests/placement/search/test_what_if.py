@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from placement.plan import Plan, Slo, Swing
+from placement.search.clusters import LONG
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
 from tests.placement.toys import ToyCatalog, alike
@@ -58,6 +59,11 @@ def test_sentences_say_which_target_costs_most_and_what_a_worker_more_and_twice_
     assert "The TTFT target costs most: 20% looser, and the goodput is" in said
     assert "One more prefill worker (1 GPU, 2.00 USD an hour) takes the goodput from" in said
     assert "At twice the rate, 10 requests/s, the cheapest of the best placements, grown, is" in said
+
+
+def test_what_is_promised_at_the_rate_is_of_runs_as_long_as_those_that_verify_the_goodput(planned: Plan) -> None:
+    """Shorter ones flatter: at a rate near the goodput more would meet their targets than at a lower one."""
+    assert planned.at_rate.num_requests >= 0.2 * LONG.first_requests
 
 
 def test_nothing_of_it_is_simulated_where_nobody_asked() -> None:
