@@ -20,7 +20,7 @@ NAMES = {  # ours: the keys under which configs say it, the first that is there
     "positions": ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length"),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
-    "first_dense": ("first_k_dense_replace", "moe_layer_start_index"),
+    "first_dense": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     "expert_step": ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"),
     # of the layers without experts, where it differs from that of an expert
     "dense_width": ("intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size"),

@@ -21,9 +21,9 @@ PLAIN_MLP = (  # one matrix up, one down; all others have a gate beside the firs
     *("gpt_neo", "biogpt", "persimmon", "nemotron", "xglm", "apertus", "arcee", "jais2", "nanochat"),
 )
 FIRST_DENSE = {  # where a config does not say which layers have experts: so many of the first have none
-    **dict.fromkeys(("axk1", "axk2", "beam", "dots3_note_text", "exaone_moe", "glm4_moe_lite", "hy_v3", "hy_v4"), 1),
-    **dict.fromkeys(("ernie4_5_moe", "glm4_moe", "laguna", "mimo_v2_flash"), 1),
-    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm_moe_dsa"), 3),
+    **dict.fromkeys(("axk1", "axk2", "dots3_note_text", "exaone_moe", "glm4_moe_lite", "hy_v3", "hy_v4"), 1),
+    **dict.fromkeys(("afmoe", "ernie4_5_moe", "glm4_moe", "laguna", "mimo_v2_flash"), 1),
+    **dict.fromkeys(("beam", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), 3),
 }
 NOT_COUNTED = (  # their configs' keys mean something else, or layers and their KV differ by more than a window
     *("deepseek_v4", "doge", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "hrm_text", "jetmoe"),

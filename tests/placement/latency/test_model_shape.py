@@ -80,7 +80,8 @@ MORE: dict[str, dict[str, Any]] = {  # that a family's own defaults lack or cont
     "llama4_text": {"interleave_moe_layer_step": 2},
     "ministral": {"head_dim": 128},
 }
-OF_FEW = ("aria_text", "granitemoeshared", "hunyuan_v1_moe", "llama4_text", "mimo_v2_flash", "mpt")  # no ranks of these
+# no ranks of these
+OF_FEW = ("afmoe", "aria_text", "beam", "granitemoeshared", "hunyuan_v1_moe", "llama4_text", "mimo_v2_flash", "mpt")
 
 
 @pytest.mark.parametrize("model_type", sorted((RANKS | set(OF_FEW)) - set(NOT_COUNTED)))
