@@ -28,7 +28,8 @@ class SpecError(ValueError):
 
 def sentences_of(error: ValidationError, model: type[BaseModel]) -> list[str]:
     """One sentence for each mistake: not for what only follows from another one."""
-    mistakes = [details for details in error.errors(include_url=False) if not _is_echo(details)]
+    told = error.errors(include_url=False)
+    mistakes = [details for details in told if not _is_echo(details, told)]
     sentences = [_sentence(same, model) for same in _by_value(mistakes, model)]
     guessed = [f"{s.rpartition('did you mean ')[2].rstrip('?')} is missing" for s in sentences if s.endswith("?")]
     return [sentence for sentence in sentences if not sentence.startswith(tuple(guessed))]
@@ -48,9 +49,11 @@ def show(value: object) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
 
 
-def _is_echo(details: Any) -> bool:
+def _is_echo(details: Any, told: Sequence[Any]) -> bool:
     """pydantic counts only the good items of a list: a bad one also makes the list too short."""
-    return bool(details["type"] == "too_short" and details["input"])
+    at = details["loc"]
+    is_of_item = (len(other["loc"]) > len(at) and other["loc"][: len(at)] == at for other in told)
+    return bool(details["type"] == "too_short" and any(is_of_item))
 
 
 def _by_value(mistakes: Sequence[Any], model: type[BaseModel]) -> list[list[Any]]:
@@ -120,7 +123,11 @@ def _mend(kind: str, context: Mapping[str, Any], message: str) -> str:
     if kind == "literal_error":
         return str(context["expected"])
     if kind == "too_short":
-        return f"at least {context['min_length']}"
+        return "one or more" if context["min_length"] == 1 else f"at least {context['min_length']}"
+    if kind == "string_too_short":
+        return "text" if context["min_length"] == 1 else f"text of {context['min_length']} characters or more"
+    if kind == "string_too_long":
+        return f"text of {context['max_length']} characters or fewer"
     return message.removeprefix("Input should be ").removeprefix("Value error, ")
 
 

@@ -66,11 +66,11 @@ def cached_len(offer: Offer, workload: Workload) -> Ints:
 
 
 def sampled_rows(workload: Workload, among: Ints | None = None) -> Ints:
-    """The requests that are looked at: the first, but of prompts that share prefixes any, as early ones find less
-    cached."""
+    """The requests that are looked at, the same each time: any, as a trace's first ones may be unlike the rest, and of
+    prompts that share prefixes find less cached."""
     rows = np.arange(len(workload)) if among is None else among
-    if not workload.blocks or len(rows) <= SAMPLE:
-        return rows[:SAMPLE]
+    if len(rows) <= SAMPLE:
+        return rows
     drawn: Ints = np.sort(np.random.default_rng(0).choice(rows, size=SAMPLE, replace=False))
     return drawn
 

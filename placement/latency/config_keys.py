@@ -20,6 +20,12 @@ NAMES = {  # ours: the keys under which configs say it, the first that is there
     "positions": ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length"),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+    "first_dense": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
+    "expert_step": ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"),
+    # of the layers without experts, where it differs from that of an expert
+    "dense_width": ("intermediate_size_mlp", "dense_intermediate_size", "prefix_dense_intermediate_size"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert"),
+    "shared_width": ("shared_expert_intermediate_size", "shared_intermediate_size"),  # of all shared experts
 }
 
 
@@ -36,6 +42,8 @@ class ConfigKeys:
             value = self.config.get(written)
             if value is None:
                 continue
+            if isinstance(value, list) and value and all(item == value[0] for item in value):
+                value = value[0]  # of each layer
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST:
                 raise PlanError(f"model {self.name}: {written} is {value!r}; give a whole number in its config.json")
             return value

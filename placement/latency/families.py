@@ -18,7 +18,16 @@ FULL_EVERY = {  # where a config lists no layer_types: one layer in so many look
 WINDOW_IF_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # by use_sliding_window, from max_window_layers on
 PLAIN_MLP = (  # one matrix up, one down; all others have a gate beside the first
     *("opt", "gpt2", "bloom", "gpt_neox", "gptj", "falcon", "phi", "starcoder2", "mpt", "gpt_bigcode", "codegen"),
-    *("gpt_neo", "biogpt", "persimmon", "nemotron", "xglm"),
+    *("gpt_neo", "biogpt", "persimmon", "nemotron", "xglm", "apertus", "arcee", "jais2", "nanochat"),
+)
+FIRST_DENSE = {  # where a config does not say which layers have experts: so many of the first have none
+    **dict.fromkeys(("axk1", "axk2", "dots3_note_text", "exaone_moe", "glm4_moe_lite", "hy_v3", "hy_v4"), 1),
+    **dict.fromkeys(("afmoe", "ernie4_5_moe", "glm4_moe", "laguna", "mimo_v2_flash"), 1),
+    **dict.fromkeys(("beam", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), 3),
+}
+NOT_COUNTED = (  # their configs' keys mean something else, or layers and their KV differ by more than a window
+    *("deepseek_v4", "doge", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "hrm_text", "jetmoe"),
+    *("longcat_flash", "moshi"),
 )
 NO_KV_TYPES = (  # and others whose configs list layers of STATE_LAYERS, which not all of these do
     *("mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2"),
@@ -45,7 +54,17 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what these configs leave unsaid; the 
     "gemma2": {"tied": True, "norms": 4},
     "gemma3_text": {"tied": True, "norms": 4, "qk_norm": True},
     "cohere": {"tied": True, "norms": 1},
+    "cohere2": {"tied": True, "norms": 1},
+    "cohere2_moe": {"tied": True, "norms": 1},
+    "llama4_text": {"shared_experts": 1},
+    "hunyuan_v1_dense": {"qk_norm": True},
+    "hunyuan_v1_moe": {"qk_norm": True, "shared_experts": 1},
+    "jais2": {"bias": True, "norm_bias": True},
     "gpt_oss": {"bias": True, "sinks": True, "expert_bias": True, "router_bias": True},
     "glm4_moe": {"router_bias": True},
     "deepseek_v3": {"router_bias": False},
 }
+TIED = (  # their head is their embeddings where the config does not say, as of those that FAMILIES says so of
+    *("biogpt", "cohere_compass_text", "ernie4_5", "ernie4_5_moe", "granite_swa", "minicpm3", "modernbert-decoder"),
+    *("mpt", "smollm3", "vaultgemma", "youtu"),
+)

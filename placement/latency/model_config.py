@@ -12,13 +12,16 @@ from typing import Any
 
 from placement.catalogs.base import PlanError
 from placement.latency.config_keys import NAMES, ConfigKeys, section
+from placement.latency.expert_layers import num_expert_layers
 from placement.latency.families import (
     FAMILIES,
     FULL_EVERY,
     NEW_ERA,
     NO_KV_TYPES,
+    NOT_COUNTED,
     PLAIN_MLP,
     STATE_LAYERS,
+    TIED,
     WINDOW_IF_ASKED,
     WINDOW_TYPES,
 )
@@ -43,6 +46,10 @@ def _refuse(keys: ConfigKeys) -> None:
     if stateful or keys.model_type in NO_KV_TYPES:
         kinds = ", ".join(stateful) or "a recurrent state"
         raise PlanError(f"{what} has layers of {kinds}, which is not KV in pages; give a model of attention only")
+    if keys.model_type in NOT_COUNTED:
+        raise PlanError(
+            f"{what} is not told in full by its config.json; give a profile that kvrelay calibrate measured"
+        )
 
 
 class _ShapeReader:
@@ -73,7 +80,7 @@ class _ShapeReader:
             max_positions=self._max_positions(),
             mlp_width=self.keys.number("intermediate", 0),
             expert_width=self.keys.number("moe_intermediate_size", 0),
-            shared_experts=self.keys.number("n_shared_experts", 0),
+            shared_experts=self._shared_experts,
             window=window,
             num_window_layers=num_window,
             has_norms_of_heads=self.keys.model_type == "cohere" and bool(self.keys.config.get("use_qk_norm")),
@@ -162,14 +169,14 @@ class _ShapeReader:
             biases = (width * (matrices - 1) + hidden) * bool(bias)
             return {"mlp_params": matrices * hidden * width, "other_layer_params": biases}
         width = self.keys.number("moe_intermediate_size", 0) or self.keys.number("intermediate")
-        shared = self.keys.number("shared_expert_intermediate_size", 0)
-        shared = shared or self.keys.number("n_shared_experts", 0) * width
+        dense = self.keys.number("dense_width", 0) or self.keys.number("intermediate", width)
+        shared = self.keys.number("shared_width", 0) or self._shared_experts * width
         router = hidden * experts + hidden * bool(self.family.get("shared_gate"))
         router += experts * bool(self.family.get("router_bias"))
         expert_bias = (2 * width + hidden) * bool(self.family.get("expert_bias"))
         return {
-            "mlp_params": 3 * hidden * self.keys.number("intermediate", width),
-            "num_moe_layers": self._moe_layers(layers),
+            "mlp_params": 3 * hidden * dense,
+            "num_moe_layers": num_expert_layers(self.keys, layers),
             "experts": experts,
             "experts_per_token": self._experts_per_token(experts),
             "expert_params": 3 * hidden * width + expert_bias,
@@ -178,6 +185,10 @@ class _ShapeReader:
             "other_layer_params": 0,
         }
 
+    @property
+    def _shared_experts(self) -> int:
+        return self.keys.number("shared_experts", int(self.family.get("shared_experts", 0)))
+
     def _experts_per_token(self, experts: int) -> int:
         count = self.keys.number("experts_per_token")
         if not 1 <= count <= experts:
@@ -185,14 +196,6 @@ class _ShapeReader:
                 f"model {self.keys.name}: {NAMES['experts_per_token'][0]} is {count}; give 1 to its {experts} experts"
             )
         return count
-
-    def _moe_layers(self, layers: int) -> int:
-        config = self.keys.config
-        if "first_k_dense_replace" in config:
-            return max(0, layers - self.keys.number("first_k_dense_replace"))
-        dense = set(self.keys.items("mlp_only_layers", int))
-        step = self.keys.number("decoder_sparse_step", 1) or 1
-        return sum(1 for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
 
     def _norms(self, hidden: int) -> int:
         return int(self.family.get("norms", 2)) * hidden * (1 + bool(self.family["norm_bias"]))
@@ -207,7 +210,7 @@ class _ShapeReader:
             count += (self.keys.positive("positions") + family["positions"]) * hidden
         if width != hidden:
             count += 2 * width * hidden
-        tied = config.get("tie_word_embeddings", family.get("tied", False))
+        tied = config.get("tie_word_embeddings", family.get("tied", self.keys.model_type in TIED))
         head = vocab * width
         bias = vocab * bool(family.get("head_bias"))
         return {"embedding_params": count + bias, "head_params": head, "is_tied": bool(tied)}

@@ -12,17 +12,17 @@ from placement.catalogs.base import PlanError
 from placement.goodput.estimate import Effort, Estimate
 from placement.goodput.search import GoodputProblem, Knee, find_goodput
 from placement.latency.scaled import factors_of
-from placement.plan import Candidate, Goodput, Interval, Plan, Pool, RatePoint
+from placement.plan import Candidate, Goodput, Interval, Plan, Pool, RatePoint, Swing
 from placement.search.advice import Findings, advise
-from placement.search.clusters import JOINT
+from placement.search.clusters import JOINT, LONG
 from placement.search.infeasible import no_room
 from placement.search.placements import Placement, goodput_problem, system_of, with_candidate
 from placement.search.problem import PhaseRole, PlanSearch, WorkerGoodput
 from placement.search.sizing import EstimateJob, binding_pool, estimate_job, with_more
-from placement.search.what_if import swings_of, what_if
+from placement.search.what_if import scale_of, swings_of, what_if
 from placement.workload.arrivals import fit_arrivals
 
-FINAL = Effort(first_requests=6000, max_requests=18_000, half_width=0.01, covers=0.999)
+FINAL = Effort(first_requests=LONG.first_requests, max_requests=18_000, half_width=0.01, covers=0.999)
 BINDS = Effort(first_requests=1500, max_requests=4000, half_width=0.02, decides=True)
 CURVE = Effort(first_requests=1000, max_requests=2000, half_width=0.03, decides=True)
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
@@ -64,10 +64,12 @@ class PlanAnswer:
         binding, relief = self._relieved(chosen, knee)
         headroom = max(0.0, 1 - rate / chosen.goodput.value)
         placement = self.placements[chosen.candidate]
-        swings = swings_of(self.search, placement, chosen) if self.question.what_if else ()
         advice = advise(self._findings(tried, binding, relief, knee.point.rate, headroom))
+        swings: tuple[Swing, ...] = ()
         if self.question.what_if:
-            advice += what_if(self.search, [self.placements[each.candidate] for each in tried], chosen, swings)
+            scale = scale_of(self.search, placement, chosen)
+            swings = swings_of(self.search, placement, chosen, scale)
+            advice += what_if(self.search, [self.placements[each.candidate] for each in tried], chosen, swings, scale)
         return Plan(
             asked=self._asked(),
             slo=self.question.slo,

@@ -1,7 +1,8 @@
 """What moves a plan's answer: the chosen placement's goodput where one thing that the plan was told is otherwise, or
 with a worker more; and what twice the rate would take.
 
-All is simulated on the plan's own requests, by shorter runs: of two figures here the difference is surer than either.
+All is simulated on the plan's own requests, by shorter runs than those that a goodput is verified by, which flatter.
+So the chosen placement is looked at likewise as it is, and each figure is put in proportion to that.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from placement.goodput.estimate import Effort
 from placement.goodput.search import GoodputProblem, find_goodput
 from placement.goodput.targets import Targets
 from placement.latency.scaled import ScaledLatency
-from placement.plan import Goodput, Slo, Swing
+from placement.plan import Goodput, PoolRole, Slo, Swing
 from placement.search.placements import Placement, goodput_problem, with_candidate
 from placement.search.problem import PlanSearch
 from placement.search.sizing import SizingJob, size_for_rate, sizing_job, with_more
@@ -28,7 +29,13 @@ TWICE_OF = 3  # placements, the best, are sized for twice the rate
 Change = tuple[str, str, str, list[GoodputProblem]]  # what, less, more, and both as problems
 
 
-def swings_of(search: PlanSearch, placement: Placement, chosen: Goodput) -> tuple[Swing, ...]:
+def scale_of(search: PlanSearch, placement: Placement, chosen: Goodput) -> float:
+    """What a goodput that such short runs find is to be taken times."""
+    [unchanged] = search.done(find_goodput, [_problem(search, placement, chosen)], "as it is")
+    return chosen.goodput.value / unchanged.goodput.value if unchanged.goodput.value else 1.0
+
+
+def swings_of(search: PlanSearch, placement: Placement, chosen: Goodput, scale: float) -> tuple[Swing, ...]:
     """What moves the goodput most comes first."""
     changes = list(_changes(search, placement, chosen))
     problems = [problem for change in changes for problem in change[3]]
@@ -36,14 +43,16 @@ def swings_of(search: PlanSearch, placement: Placement, chosen: Goodput) -> tupl
     swings = []
     for what, less, more_, _ in changes:
         at_less, at_more = next(knees), next(knees)
-        values = {"at_less": at_less.goodput.value, "at_more": at_more.goodput.value}
+        values = {"at_less": scale * at_less.goodput.value, "at_more": scale * at_more.goodput.value}
         swings.append(Swing(what=what, less=less, more=more_, **values))
     return tuple(sorted(swings, key=lambda swing: -swing.span))
 
 
-def what_if(search: PlanSearch, placements: Sequence[Placement], chosen: Goodput, swings: Sequence[Swing]) -> list[str]:
+def what_if(
+    search: PlanSearch, placements: Sequence[Placement], chosen: Goodput, swings: Sequence[Swing], scale: float
+) -> list[str]:
     """In sentences. `placements`: of all that was tried, the chosen one first."""
-    said = [_on_targets(swings, chosen), _on_one_more(search, placements[0], chosen)]
+    said = [_on_targets(swings, chosen), _on_one_more(search, placements[0], chosen, scale)]
     if search.question.rate:
         said.append(_on_twice(search, placements[:TWICE_OF], 2 * search.question.rate))
     return [sentence for sentence in said if sentence]
@@ -119,25 +128,24 @@ def _on_targets(swings: Sequence[Swing], chosen: Goodput) -> str:
     return f"The {most.what} costs most: {most.more}, and the goodput is {most.at_more:.3g} requests/s{than}."
 
 
-def _on_one_more(search: PlanSearch, placement: Placement, chosen: Goodput) -> str:
+def _on_one_more(search: PlanSearch, placement: Placement, chosen: Goodput, scale: float) -> str:
     """The pool in which one more gains most for a GPU."""
     candidate = placement.candidate
     larger = [with_candidate(placement, with_more(placement, candidate, i)) for i in range(len(candidate.pools))]
     knees = search.done(find_goodput, [_problem(search, each, chosen) for each in larger], "a worker more")
-    gained = [
-        (
-            (knee.goodput.value - chosen.goodput.value) / (each.candidate.gpus - candidate.gpus),
-            pool.role,
-            each,
-            knee,
-        )
+    found = [
+        (pool.role, each, scale * knee.goodput.value)
         for pool, each, knee in zip(candidate.pools, larger, knees, strict=True)
     ]
-    _, role, best, knee = max(gained, key=lambda found: found[0])
+
+    def gained(each: tuple[PoolRole, Placement, float]) -> float:
+        return (each[2] - chosen.goodput.value) / (each[1].candidate.gpus - candidate.gpus)
+
+    role, best, goodput = max(found, key=gained)
     added = _priced(search, best.candidate.unit, best.candidate.gpus - candidate.gpus)
     return (
         f"One more {role} worker ({added}) takes the goodput from {chosen.goodput.value:.3g} to "
-        f"{knee.goodput.value:.3g} requests/s."
+        f"{goodput:.3g} requests/s."
     )
 
 

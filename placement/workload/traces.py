@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,7 @@ import numpy as np
 
 MOONCAKE_BLOCK_TOKENS = 512
 MOST_LENGTH = 1_000_000_000  # tokens
+MOST_FIELD = 2**30  # characters of a CSV's field: prompts may stand beside their lengths
 MOST_PRIORITY = 2**31 - 1  # that a request can carry
 WHOLE_PRIORITY = f"a whole number of {-MOST_PRIORITY} to {MOST_PRIORITY}, 0 for most"
 COLUMNS = {  # of a CSV: what it may call them, in any case of letters
@@ -87,6 +88,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[Shape]:
         raise WorkloadError(f"trace {path} cannot be read: {error.strerror}; give a file") from None
     except UnicodeDecodeError as error:
         raise WorkloadError(f"trace {path} is not UTF-8 at byte {error.start}; convert it first") from None
+    except csv.Error as error:
+        raise WorkloadError(f"trace {path} is no CSV: {error}; give one line for each request") from None
     if not rows:
         raise WorkloadError(f"trace {path} has no requests; give one with at least one")
     return [replace(shape, at_s=shape.at_s - rows[0].at_s) for shape in rows]
@@ -94,6 +97,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Shape]:
 
 def _csv_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
     """Azure's columns, or the first of each of COLUMNS that the header names."""
+    csv.field_size_limit(MOST_FIELD)
     reader = csv.DictReader(file)
     columns = _columns(reader.fieldnames or (), name)
     read_time, wanted = _times(columns["arrival"])
@@ -170,10 +174,12 @@ def _hashes(where: str, row: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _seconds(text: str) -> float:
-    """A number is seconds. Azure's times have 7 digits after the point and no zone: they are cut to microseconds."""
+    """A number is seconds. A time that names no zone is UTC's: Azure's have none, and 7 digits after the point, which
+    are cut to microseconds."""
     with suppress(ValueError):
         return float(text)
-    return datetime.fromisoformat(text if "+" in text or text.endswith("Z") else text + "+00:00").timestamp()
+    when = datetime.fromisoformat(text)
+    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
 def _whole(given: Any) -> int:

@@ -17,6 +17,8 @@ from placement.workload.closed_loop import ClosedLoop
 from placement.workload.requests import NO_INTS, Floats, Ints, Workload
 from placement.workload.traces import WorkloadError
 
+ROUNDED = 0.02  # by so much, and by chance, a share may be beside that of a trace
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Traffic:
@@ -106,7 +108,7 @@ class Traffic:
 
 def with_classes(workload: Workload, classes: Sequence[RequestClass], seed: int) -> Workload:
     """The workload with its class column in the order of `classes`, and their targets, which its requests ask for;
-    where it has none, drawn by their shares."""
+    where it has none, drawn by their shares. Raises WorkloadError, also where the column's shares are others."""
     names = tuple(each.name for each in classes)
     if not names:
         return replace(workload, class_of=NO_INTS, class_names=())
@@ -116,12 +118,29 @@ def with_classes(workload: Workload, classes: Sequence[RequestClass], seed: int)
         if unknown := [name for name in workload.class_names if name not in names]:
             raise WorkloadError(f"{workload.name}: class {unknown[0]} has no targets; give them, or take it out")
         order = np.array([names.index(name) for name in workload.class_names], dtype=np.int64)
-        return _classed(workload, order[workload.class_of], classes)
+        class_of = order[workload.class_of]
+        _raise_if_shares_differ(workload.name, class_of, classes)
+        return _classed(workload, class_of, classes)
     shares = np.array([each.share for each in classes], dtype=np.float64)
     if not (shares > 0).all():
         raise WorkloadError(f"the share of class {names[int(shares.argmin())]} is {shares.min():g}; give one above 0")
     drawn = np.random.default_rng([seed, 2]).choice(len(names), size=len(workload), p=shares / shares.sum())
     return _classed(workload, drawn.astype(np.int64), classes)
+
+
+def _raise_if_shares_differ(name: str, class_of: Ints, classes: Sequence[RequestClass]) -> None:
+    """The trace's own shares are what is planned for: others would be ignored."""
+    counts = np.bincount(class_of, minlength=len(classes)).tolist()
+    if missing := [each.name for each, count in zip(classes, counts, strict=True) if not count]:
+        raise WorkloadError(f"{name}: no request is of class {missing[0]}; give its name as there, or take it out")
+    whole = sum(each.share for each in classes)
+    for each, count in zip(classes, counts, strict=True):
+        said, has = each.share / whole, count / len(class_of)
+        if abs(said - has) > ROUNDED + 3 * (has * (1 - has) / len(class_of)) ** 0.5:
+            raise WorkloadError(
+                f"the share of class {each.name} is {said:.3g}, and {has:.3g} of the requests of {name} are of it; "
+                "give the trace's share, or a trace without a class column"
+            )
 
 
 def _classed(workload: Workload, class_of: Ints, classes: Sequence[RequestClass]) -> Workload:

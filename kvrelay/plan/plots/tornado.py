@@ -21,7 +21,8 @@ def what_moves_it(plan: Plan, width: Width) -> Figure | None:
     middle = plan.chosen.goodput.value
     ends = [middle, *(at for swing in plan.swings for at in (swing.at_less, swing.at_more))]
     span = max(ends) - min(ends) or middle or 1.0
-    axes.set_xlim(max(0.0, min(ends) - ROOM * span), max(ends) + ROOM * span)
+    axes.set_xlim(min(ends) - ROOM * span, max(ends) + ROOM * span)
+    axes.set_xticks([tick for tick in axes.get_xticks() if 0 <= tick <= axes.get_xlim()[1]])
     for y, swing in enumerate(plan.swings):
         _bar(axes, y, swing, middle, width)
     axes.axvline(middle, color=INK, linewidth=1.2)
@@ -36,13 +37,16 @@ def what_moves_it(plan: Plan, width: Width) -> Figure | None:
 
 
 def _bar(axes: Axes, y: int, swing: Swing, middle: float, width: Width) -> None:
-    for at, colour in ((swing.at_less, LESS), (swing.at_more, MORE)):
+    """Its words stand outside of both its parts, on either side of the line."""
+    parts = sorted(((swing.at_less, LESS), (swing.at_more, MORE)), key=lambda part: -abs(part[0] - middle))
+    for at, colour in parts:  # the longer one first, as both may be on one side
         axes.barh(y, at - middle, left=middle, height=0.45, color=colour, linewidth=0)
     low, high = sorted(((swing.at_less, swing.less), (swing.at_more, swing.more)))
     if width == "narrow":
         axes.text(middle, y - 0.36, f"{low[1]} | {high[1]}", ha="center", fontsize=8.5, color=MUTED)
         return
-    for at, text, side, gap in ((low[0], low[1], "right", -5), (high[0], high[1], "left", 5)):
+    ends = ((min(low[0], middle), low[1], "right", -5), (max(high[0], middle), high[1], "left", 5))
+    for at, text, side, gap in ends:
         axes.annotate(
             text, (at, y), (gap, 0), textcoords="offset points", ha=side, va="center", fontsize=9, color=MUTED
         )

@@ -69,8 +69,9 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
         (spec_data(router={"replicas": 0}), "router.replicas is 0; give a number of 1 or more"),
         (spec_data(router={"port": 70000}), "router.port is 70000; give a number of 65535 or less"),
         (spec_data(router=[]), "router is []; give keys and values, indented under it"),
+        (spec_data(model=""), "model is ''; give text"),
         (spec_data(pools={}), "pools is {}; give a list"),
-        (spec_data(pools=[]), "pools is []; give at least 1"),
+        (spec_data(pools=[]), "pools is []; give one or more"),
         (spec_data(pools=[{"role": "both"}]), "pools[0].role is 'both'; give 'prefill', 'decode' or 'mixed'"),
         (spec_data(pools=[{"role": ["decode"]}]), "pools[0].role is ['decode']; give 'prefill', 'decode' or 'mixed'"),
         (

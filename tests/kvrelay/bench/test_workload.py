@@ -64,6 +64,19 @@ def test_random_lengths_that_cannot_be_are_refused(bad: tuple[int, int, float, i
         workload.random_shapes(1, *bad, rng())
 
 
+def test_times_of_any_zone_are_read_and_those_of_none_are_utc(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    times = ("2024-05-01T10:00:00-05:00", "2024-05-01T17:00:01+02:00", "2024-05-01 15:00:02", "2024-05-01T15:00:03Z")
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"{time},5,1\n" for time in times))
+    assert [shape.at_s for shape in workload.read_trace(path)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_prompt_beside_its_length_may_be_long(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens,text\n0,5,1,{'word ' * 60_000}\n1,6,1,word\n")
+    assert [shape.input_len for shape in workload.read_trace(path)] == [5, 6]
+
+
 def test_the_azure_trace_reads_as_published() -> None:
     shapes = workload.read_trace(AZURE)
     assert len(shapes) == 2000

@@ -71,6 +71,8 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
         ({"trace_scale": 0.5}, "--trace-scale is of a trace and there is none; give --trace, or take it out"),
         ({"model": None}, "--model is missing; give a model directory, or a name of configs/models"),
         ({"hardware": None}, "--hardware is missing; give a file, or a name of configs/hardware"),
+        ({"model": ""}, "--model is ''; give text"),
+        ({"hardware": ","}, "--hardware is ','; give one or more"),
         ({"attainment": 1.0}, "--attainment is 1.0; give a number below 1.0"),
         ({"objective": "speed"}, "--objective is 'speed'; give 'goodput', 'cost' or 'power'"),
         (

@@ -11,6 +11,8 @@ import pytest
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.share import Share
 from placement.catalogs.base import PlanError
+from placement.latency.cut_types import RANKS
+from placement.latency.families import NOT_COUNTED
 from placement.latency.model_config import shape_of
 from placement.latency.model_files import known_models, load_shape, loadable_name
 from placement.named_files import CONFIGS
@@ -63,6 +65,75 @@ def test_parameters_are_those_that_transformers_makes(name: str) -> None:
         true = AutoModelForCausalLM.from_config(made).num_parameters()
     counted = shape_of(json.loads(made.to_json_string(use_diff=False)), name).num_params
     assert counted == pytest.approx(true, rel=1e-3)
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SMALL: dict[str, Any] = {"num_hidden_layers": 4, "pad_token_id": 0}
+MORE: dict[str, dict[str, Any]] = {  # that a family's own defaults lack or contradict
+    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "cohere2_moe": {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 4096},
+    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "glm4_moe": {"head_dim": 128},
+    "granitemoeshared": {"shared_intermediate_size": 1024},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": [2] * 4},
+    "llama4_text": {"interleave_moe_layer_step": 2},
+    "ministral": {"head_dim": 128},
+}
+# no ranks of these
+OF_FEW = ("afmoe", "aria_text", "beam", "granitemoeshared", "hunyuan_v1_moe", "llama4_text", "mimo_v2_flash", "mpt")
+
+
+@pytest.mark.parametrize("model_type", sorted((RANKS | set(OF_FEW)) - set(NOT_COUNTED)))
+def test_a_family_is_counted_as_transformers_makes_it(model_type: str) -> None:
+    """Whether its config says all, or leaves what is so in each model of the family to transformers."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    defaults = CONFIG_MAPPING[model_type]().to_dict()
+    lists = {k: v[:4] for k, v in defaults.items() if isinstance(v, list) and len(v) == defaults["num_hidden_layers"]}
+    made = CONFIG_MAPPING[model_type](**lists | SMALL | MORE.get(model_type, {}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made)
+    said = json.loads(made.to_json_string(use_diff=False))
+    unsaid = {key: value for key, value in said.items() if key != "tie_word_embeddings"}
+    if not MORE.get(model_type):
+        unsaid = {
+            k: v for k, v in unsaid.items() if k not in ("mlp_layer_types", "first_k_dense_replace", "moe_layers")
+        }
+    for config in (said, unsaid):
+        assert shape_of(config, model_type).num_params == pytest.approx(model.num_parameters(), rel=1e-2)
+
+
+@unit
+def test_llama_4_has_a_shared_expert_beside_the_others_and_layers_without_experts() -> None:
+    """Maverick, as its model card counts it: 400B, of which a token uses 17B, embeddings and head and all."""
+    maverick = config(
+        model_type="llama4_text",
+        hidden_size=5120,
+        num_hidden_layers=48,
+        num_attention_heads=40,
+        intermediate_size=8192,
+        intermediate_size_mlp=16384,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_local_experts=128,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        vocab_size=202048,
+    )
+    shape = shape_of(maverick, "maverick")
+    assert shape.num_params == pytest.approx(400.7e9, rel=1e-3)
+    assert shape.active_params + 2 * shape.head_params == pytest.approx(17e9, rel=0.02)
+
+
+@unit
+@pytest.mark.parametrize("model_type", NOT_COUNTED)
+def test_what_a_config_does_not_tell_in_full_is_refused(model_type: str) -> None:
+    with pytest.raises(PlanError, match=f"{model_type}.*; give a profile that kvrelay calibrate measured"):
+        shape_of(config(model_type=model_type))
 
 
 @unit

@@ -10,6 +10,7 @@ import pytest
 from placement.build.from_offers import mixed_of, offers_of
 from placement.catalogs.base import PlanError
 from placement.catalogs.roofline import open_catalog
+from placement.goodput.bounds import prefill_bound
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
 from placement.search.infeasible import idle_reason, no_room, raise_if_nothing_fits, room_reason, why_nothing
@@ -43,6 +44,16 @@ def test_the_step_that_forbids_a_tpot_is_that_of_a_request_which_misses_it() -> 
     assert idle_reason(asked, "decode", offer).startswith(f"TPOT 20 ms: {step} takes 34.")
     with pytest.raises(PlanError, match=r"100,010 tokens of context \(P90\) takes 34\.\d ms"):
         raise_if_nothing_fits(asked, [offer], SearchLog(), 1)
+
+
+def test_a_trace_that_begins_unlike_itself_is_judged_by_all_of_it() -> None:
+    """Its first 600 requests of 10,000 have prompts that take 10 s alone; one in ten may be late."""
+    source = alike(10_000)
+    source = replace(source, prompt_len=np.where(np.arange(len(source)) < 600, 10_000, source.prompt_len))
+    asked = replace(problem(slo=Slo(ttft_s=0.2)), traffic=Traffic(source=source))
+    assert idle_reason(asked, "prefill", toy_offer()) == ""
+    raise_if_nothing_fits(asked, [toy_offer()], SearchLog(), 1)
+    assert prefill_bound(toy_offer(), source) == pytest.approx(1.1 / 0.694, rel=0.15)  # 0.1 s and 6% of 10 s
 
 
 def test_the_figure_is_of_the_class_that_misses_its_targets() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from placement.plan import Plan, Slo, Swing
+from placement.search.clusters import LONG
 from placement.search.planner import plan
 from placement.search.question import PlanQuestion
 from tests.placement.toys import ToyCatalog, alike
@@ -36,6 +37,14 @@ def test_what_binds_moves_the_goodput_and_what_does_not_leaves_it(planned: Plan)
     assert swing(planned, "prefill times").span > 3 * swing(planned, "decode times").span
 
 
+def test_nothing_worse_raises_the_goodput_that_was_verified_by_longer_runs(planned: Plan) -> None:
+    goodput = planned.chosen.goodput.value
+    for found in planned.swings:
+        worse, better = sorted((found.at_less, found.at_more))
+        assert worse <= 1.001 * goodput, found.what
+        assert better >= 0.999 * goodput, found.what
+
+
 def test_the_largest_swing_is_first_and_each_says_how_far_it_went(planned: Plan) -> None:
     spans = [swing.span for swing in planned.swings]
     assert spans == sorted(spans, reverse=True)
@@ -50,6 +59,11 @@ def test_sentences_say_which_target_costs_most_and_what_a_worker_more_and_twice_
     assert "The TTFT target costs most: 20% looser, and the goodput is" in said
     assert "One more prefill worker (1 GPU, 2.00 USD an hour) takes the goodput from" in said
     assert "At twice the rate, 10 requests/s, the cheapest of the best placements, grown, is" in said
+
+
+def test_what_is_promised_at_the_rate_is_of_runs_as_long_as_those_that_verify_the_goodput(planned: Plan) -> None:
+    """Shorter ones flatter: at a rate near the goodput more would meet their targets than at a lower one."""
+    assert planned.at_rate.num_requests >= 0.2 * LONG.first_requests
 
 
 def test_nothing_of_it_is_simulated_where_nobody_asked() -> None:

@@ -179,3 +179,29 @@ def test_a_class_of_the_trace_without_targets_is_named(tmp_path: Path) -> None:
     workload = from_trace(csv(tmp_path, "arrival_s,prompt_len,output_len,class\n0,1,1,agent\n1,1,1,chat\n"))
     with pytest.raises(WorkloadError, match="class agent has no targets"):
         with_classes(workload, (CHAT, BATCH), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("chat", "batch", "told"),
+    [
+        (0.7, 0.3, ""),
+        (0.69, 0.31, ""),
+        (7, 3, ""),
+        (0.3, 0.7, "the share of class chat is 0.3, and 0.7 of the requests of .* are of it; give the trace's share"),
+    ],
+)
+def test_shares_are_those_of_the_traces_classes(tmp_path: Path, chat: float, batch: float, told: str) -> None:
+    rows = "".join(f"{i},1,1,{'chat' if i % 10 < 7 else 'batch'}\n" for i in range(5000))
+    workload = from_trace(csv(tmp_path, "arrival_s,prompt_len,output_len,class\n" + rows))
+    classes = (replace(CHAT, share=chat), replace(BATCH, share=batch))
+    if not told:
+        assert with_classes(workload, classes, seed=0).class_of.mean() == 0.3
+        return
+    with pytest.raises(WorkloadError, match=told):
+        with_classes(workload, classes, seed=0)
+
+
+def test_a_class_that_the_trace_has_no_request_of_is_named(tmp_path: Path) -> None:
+    workload = from_trace(csv(tmp_path, "arrival_s,prompt_len,output_len,class\n0,1,1,chat\n1,1,1,chat\n"))
+    with pytest.raises(WorkloadError, match="no request is of class batch; give its name as there, or take it out"):
+        with_classes(workload, (CHAT, BATCH), seed=0)
