@@ -33,6 +33,7 @@ NO_KV_TYPES = (  # and others whose configs list layers of STATE_LAYERS, which n
     *("mamba", "mamba2", "rwkv", "falcon_mamba", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2"),
     *("falcon_h1", "lfm2", "lfm2_moe", "lfm3", "nemotron_h", "zaya", "minimax", "kimi_linear", "bailing_hybrid"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid"),
+    *("hymba", "minimax_text_01", "phi4flash", "plamo2"),  # these come with code of their own
 )
 STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
 NEW_ERA = {"bias": False, "norm_bias": False, "positions": 0, "embedding_norm": False, "final_norm": True}
