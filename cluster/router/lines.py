@@ -41,7 +41,7 @@ class Lines:
     @property
     def num_aside(self) -> int:
         """Of these, in lines of their kind."""
-        return sum([len(line) for line in self._aside.values()]) if self._aside else 0
+        return sum([len(line) for line in self._aside.values()])
 
     @property
     def tokens(self) -> int:

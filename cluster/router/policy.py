@@ -248,8 +248,11 @@ class RouterPolicy:
             return Unavailable(reason=why) if is_resent else Rejected(reason=why, retry_after_s=None)
         request = RoutedRequest(shape, shape.past, now)
         line = self._lines.for_(shape)
-        others = [each for each in self._lines.in_turn(self._requests) if each is not line]
-        others = [each for each in others if self._requests[each.next].shape.priority <= shape.priority]
+        others = [
+            each
+            for each in self._lines.in_turn(self._requests)
+            if each is not line and self._requests[each.next].shape.priority <= shape.priority
+        ]
         if absent:
             why = _not_ready(absent)
         elif line is not None and not line.is_behind(shape.priority, is_resent=is_resent):
@@ -284,7 +287,7 @@ class RouterPolicy:
 
     def _never_able(self, past: Past, now: float) -> bool:
         """Nobody who is there can serve it, nor one who is away: starting, or lost lately."""
-        phase = self._workers.placing.why_unable(past)[1]
+        phase = self._workers.placing.why_unable(past.unable)[1]
         if not phase or self._workers.is_awaited(phase):
             return False
         return now - self._workers.lost_s.get(phase, -math.inf) >= self.options.unavailable_grace_s
@@ -326,7 +329,8 @@ class RouterPolicy:
             return []
         self._looked_s = now
         waiting = [self._requests[i] for i in self._lines.aside()]
-        whys = {past.unable: self._workers.placing.why_unable(past, is_open=True)[0] for past in _each_once(waiting)}
+        why_unable = self._workers.placing.why_unable
+        whys = {each: why_unable(each, is_open=True)[0] for each in {request.past.unable for request in waiting}}
         self._unserved_s = {unable: self._unserved_s.get(unable, now) for unable, why in whys.items() if why}
         return [
             self._give_up(request.shape.id, whys[request.past.unable])
@@ -669,11 +673,6 @@ def _computed_by(request: RoutedRequest, name: str) -> str:
     if request.decode == name and not request.is_held and (request.has_first_token or request.is_handed_off):
         return DECODE
     return ""
-
-
-def _each_once(requests: list[RoutedRequest]) -> list[Past]:
-    """Of those that the same workers cannot serve one's."""
-    return [*{request.past.unable: request.past for request in requests}.values()]
 
 
 def _not_ready(phase: str) -> str:

@@ -34,8 +34,9 @@ from engine.loading.platform import OWN_PAGES
 from engine.options import EngineOptions
 from engine.paged_model import KvPages, PagedModel
 from engine.pages.fp8 import KvScale
+from engine.pages.prompts import prompts_in_pages
 from engine.sampling.device import draw, largest_draw
-from engine.types import Chunk, ModelInfo
+from engine.types import ModelInfo
 from engine.weights.config import ServedConfig
 
 logger = logging.getLogger(__name__)
@@ -95,8 +96,9 @@ class GpuPlatform:
         self, model: PagedModel, options: EngineOptions, info: ModelInfo, scales: tuple[KvScale, ...] | None
     ) -> int:
         tokens = max(min(PROFILE_TOKENS, info.max_model_len), options.max_step_tokens)
-        chunks = prompts_of(tokens, info.max_model_len, model.page_size)
-        pages = chunks[-1].block_table[-1] + 1
+        longest = info.max_model_len
+        lengths = [min(longest, tokens - start) for start in range(0, tokens, longest)]
+        chunks, pages = prompts_in_pages([[0] * length for length in lengths], model.page_size)
         try:
             with model.scratch_pages(page_dtype(options, model.probe), pages, scales) as scratch:
                 logits_1V, forward_bytes = self._measured(lambda: model.forward(scratch, chunks, [tokens - 1]))
@@ -176,18 +178,6 @@ class GpuPlatform:
     def capture_steps(self, together: Together) -> Capture:
         """Of decode steps, most of whose time is products."""
         return with_faster_products(together.capture(self.capture()), together.computed(seconds_of))
-
-
-def prompts_of(tokens: int, longest: int, page_size: int) -> list[Chunk]:
-    """A step of so many tokens: as few prompts as it can be of, each in pages of its own, from the first on."""
-    chunks: list[Chunk] = []
-    first = 0
-    for start in range(0, tokens, longest):
-        size = min(longest, tokens - start)
-        table = range(first, first + -(-size // page_size))
-        chunks.append(Chunk(request_id=str(len(chunks)), token_ids=[0] * size, start=0, block_table=table))
-        first = table.stop
-    return chunks
 
 
 def why_not_layer(probe: Probe, kv_dtype: torch.dtype) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.pages.prompts import prompts_in_pages
 from engine.types import Chunk
 
 DTYPE = torch.float8_e4m3fn
@@ -45,14 +46,9 @@ def scale_for(largest: float) -> float:
 def prompts(vocab_size: int, max_len: int, page_size: int) -> tuple[list[Chunk], int]:
     """The chunks to run, in pages counted from 0, and how many pages they take."""
     generator = torch.Generator().manual_seed(SEED)
-    chunks: list[Chunk] = []
-    page = 0
-    for index, length in enumerate(PROMPT_TOKENS):
-        ids = torch.randint(0, vocab_size, (min(length, max_len),), generator=generator).tolist()
-        count = -(-len(ids) // page_size)
-        chunks.append(Chunk(request_id=str(index), token_ids=ids, start=0, block_table=range(page, page + count)))
-        page += count
-    return chunks, page
+    lengths = [min(length, max_len) for length in PROMPT_TOKENS]
+    ids = [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+    return prompts_in_pages(ids, page_size)
 
 
 def scales_of(pages: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[KvScale, ...]:

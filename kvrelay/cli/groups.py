@@ -25,9 +25,8 @@ from pydantic import BaseModel, BeforeValidator
 
 from engine.knobs import knobs_of
 
-MARKUP = re.compile(
-    r"`(\*)`|`|\*(?=\S)|(?<=\S)\*|\[([^\]]*)\]\([^)]*\)"
-)  # of a page; a product's * stands between blanks
+# of a page; a product's * stands between blanks
+MARKUP = re.compile(r"`(\*)`|`|\*(?=\S)|(?<=\S)\*|\[([^\]]*)\]\([^)]*\)")
 HEADING = re.compile(r"see \*([^*]+)\*")
 GO_ON = ("that ", "of ", "in ", "to ", "computed ", "without ")  # how a meaning begins that goes on after its unit
 

@@ -13,14 +13,10 @@ def num_expert_layers(keys: ConfigKeys, layers: int) -> int:
         return sum(kind != "dense" for kind in kinds)
     if listed := keys.items("moe_layers", int):
         return len(set(listed))
-    return sum(_has_experts(keys, layer, layers) for layer in range(layers))
-
-
-def _has_experts(keys: ConfigKeys, layer: int, layers: int) -> bool:
-    dense = keys.items("mlp_only_layers", int)
     first = keys.number("first_dense", FIRST_DENSE.get(keys.model_type, 0))
-    last = keys.config.get("moe_layer_end_index")  # -1: the last of all
+    ends = keys.config.get("moe_layer_end_index") not in (None, -1)  # -1: with the last of all
+    end = min(layers, keys.number("moe_layer_end_index") + 1) if ends else layers
+    dense = keys.items("mlp_only_layers", int)
     step = keys.number("expert_step", 1) or 1
     freq = keys.number("moe_layer_freq", 1) or 1  # counted from 0
-    is_within = first <= layer and (last in (None, -1) or layer <= keys.number("moe_layer_end_index"))
-    return is_within and layer not in dense and (layer + 1) % step == 0 and layer % freq == 0
+    return sum((at + 1) % step == 0 and at % freq == 0 for at in range(first, end) if at not in dense)

@@ -64,8 +64,6 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what these configs leave unsaid; the 
     "gpt_oss": {"bias": True, "sinks": True, "expert_bias": True, "router_bias": True},
     "glm4_moe": {"router_bias": True},
     "deepseek_v3": {"router_bias": False},
+    **{name: {"tied": True} for name in ("biogpt", "cohere_compass_text", "ernie4_5", "ernie4_5_moe", "granite_swa")},
+    **{name: {"tied": True} for name in ("minicpm3", "modernbert-decoder", "mpt", "smollm3", "vaultgemma", "youtu")},
 }
-TIED = (  # their head is their embeddings where the config does not say, as of those that FAMILIES says so of
-    *("biogpt", "cohere_compass_text", "ernie4_5", "ernie4_5_moe", "granite_swa", "minicpm3", "modernbert-decoder"),
-    *("mpt", "smollm3", "vaultgemma", "youtu"),
-)

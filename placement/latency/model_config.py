@@ -21,7 +21,6 @@ from placement.latency.families import (
     NOT_COUNTED,
     PLAIN_MLP,
     STATE_LAYERS,
-    TIED,
     WINDOW_IF_ASKED,
     WINDOW_TYPES,
 )
@@ -210,7 +209,7 @@ class _ShapeReader:
             count += (self.keys.positive("positions") + family["positions"]) * hidden
         if width != hidden:
             count += 2 * width * hidden
-        tied = config.get("tie_word_embeddings", family.get("tied", self.keys.model_type in TIED))
+        tied = config.get("tie_word_embeddings", family.get("tied", False))
         head = vocab * width
         bias = vocab * bool(family.get("head_bias"))
         return {"embedding_params": count + bias, "head_params": head, "is_tied": bool(tied)}

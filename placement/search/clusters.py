@@ -24,7 +24,7 @@ from placement.plan import Candidate, Goodput, Interval, Kind
 from placement.search.hybrids import hybrids_of, shifted, shifts_of
 from placement.search.placements import Placement, goodput_problem, with_candidate
 from placement.search.problem import PlanSearch
-from placement.search.sizing import SizedPlacement, binding_pool, one_more, size_for_rate, sizing_job
+from placement.search.sizing import SizedPlacement, binding_index, binding_pool, size_for_rate, sizing_job, with_more
 
 HYBRIDS_OF = 3  # placements, no two of the same degrees
 MOST_MOVES = 4  # of a worker from one pool to the other
@@ -149,7 +149,8 @@ def _grown(clusters: Clusters, found: Clusters, rate: float) -> list[Placement]:
     grown = {}
     for each in clusters:
         if 0 < each.goodput.goodput.value < rate and (miss := each.knee.first_miss) is not None:
-            larger = one_more(each.placement, each.goodput.candidate, miss)
+            candidate = each.goodput.candidate
+            larger = with_more(each.placement, candidate, binding_index(candidate, miss))
             grown[larger] = with_candidate(each.placement, larger)
     known = {each.goodput.candidate for each in found}
     return [each for candidate, each in grown.items() if candidate not in known and candidate.gpus <= most]

@@ -5,7 +5,6 @@ late.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,7 +18,7 @@ from placement.simulator.systems import System
 from placement.workload.traffic import Traffic
 
 MOST_ADDED = 12  # times
-AT_ONCE = 16  # one of so many workers of a pool is added, or taken away, in one go; one at a time in the end
+AT_ONCE = 16  # of so many workers of a pool one is added, or taken away, in one go; one at a time in the end
 FULL = 0.9  # of the decode pages held: prompts wait for them
 
 
@@ -128,7 +127,8 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     for _ in range(MOST_ADDED if job.may_grow else 0):
         if estimated.keeps_slo:
             break
-        candidate = one_more(job.placement, candidate, estimated, AT_ONCE)
+        index = binding_index(candidate, estimated)
+        candidate = with_more(job.placement, candidate, index, _at_once(candidate, index))
         estimated = look(candidate)
     if estimated.keeps_slo:
         candidate = _trimmed(job.placement, candidate, look)
@@ -137,12 +137,16 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
     return SizedPlacement(placement=placement, at_rate=at_rate, num_simulated=int(log[0]), cpu_s=log[1])
 
 
-def one_more(placement: Placement, candidate: Candidate, now: Estimate, of: int = sys.maxsize) -> Candidate:
-    """With a worker more in the pool that binds; one for each `of` that it has, if those are more."""
-    index = 0
-    if len(candidate.pools) > 1:
-        index = 1 if binding_pool(now.point, now.missed_ttft, now.missed_tpot) == "decode" else 0
-    return with_more(placement, candidate, index, max(1, candidate.pools[index].replicas // of))
+def binding_index(candidate: Candidate, now: Estimate) -> int:
+    """Of its pools, the number of the one that binds."""
+    if len(candidate.pools) == 1:
+        return 0
+    return 1 if binding_pool(now.point, now.missed_ttft, now.missed_tpot) == "decode" else 0
+
+
+def _at_once(candidate: Candidate, index: int) -> int:
+    """So many workers of that pool are added, or taken away, in one go."""
+    return max(1, candidate.pools[index].replicas // AT_ONCE)
 
 
 def with_more(placement: Placement, candidate: Candidate, index: int, count: int = 1) -> Candidate:
@@ -157,7 +161,7 @@ def with_more(placement: Placement, candidate: Candidate, index: int, count: int
 def _trimmed(placement: Placement, candidate: Candidate, look: Callable[[Candidate], Estimate]) -> Candidate:
     """Less of any pool, many workers at a time and then fewer, as long as the SLO is kept."""
     for index in range(len(candidate.pools)):
-        count = max(1, candidate.pools[index].replicas // AT_ONCE)
+        count = _at_once(candidate, index)
         while count:
             less = with_more(placement, candidate, index, -count)
             if any(p.replicas < 1 for p in less.pools) or not look(less).keeps_slo:

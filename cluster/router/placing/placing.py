@@ -104,14 +104,14 @@ class Placing:
             return f"the prompt is {shape.prompt_len} tokens; the largest prefill worker holds {most}, so give fewer"
         return ""
 
-    def why_unable(self, past: Past, *, is_open: bool = False) -> tuple[str, str]:
-        """Why all workers of a phase that are there cannot serve it, and of which; both empty if one may. `is_open`: of
-        those that take new requests."""
+    def why_unable(self, unable: frozenset[str], *, is_open: bool = False) -> tuple[str, str]:
+        """Why all workers of a phase that are there cannot serve what these cannot, and of which; both empty if one
+        may. `is_open`: of those that take new requests."""
         candidates: tuple[tuple[str, PrefillCandidates | DecodeCandidates], ...]
-        candidates = ((PREFILL, self._prefill), (DECODE, self._decode)) if past.unable else ()
+        candidates = ((PREFILL, self._prefill), (DECODE, self._decode)) if unable else ()
         for phase, known in candidates:
             names = set(known.open_names if is_open else known.accounts)
-            if names <= past.unable:
+            if names <= unable:
                 who = f"{', '.join(sorted(names))} cannot serve it, and " if names else ""
                 return f"{who}no other {phase} worker is ready", phase
         return "", ""
@@ -135,7 +135,7 @@ class Placing:
         unheard = self._unheard_since(past.died_s) if past.deaths else []
         if why := self._waits_for_its_turn(past, unheard):
             return Unplaced(reason=why)
-        if why := self.why_unable(past, is_open=True)[0]:
+        if why := self.why_unable(past.unable, is_open=True)[0]:
             return Unplaced(reason=why)
         shunned = self._health.shunned(past, PREFILL, now)
         if unheard:

@@ -18,7 +18,7 @@ from cluster.router.links.clock_offset import ClockOffset
 from cluster.router.live.requests import LiveRequest, RequestFailed
 from kvrelay.v1 import generate_pb2
 from kvrelay.v1 import worker_pb2 as pb
-from tests.cluster.harness import collect, request, serving, tokens_of
+from tests.cluster.harness import Harness, collect, request, serving, tokens_of
 from tests.fakes import EOS, FakeDecodeWorker, scripted_token, scripted_tokens
 
 QUICK = server_options(port=0, dead_after_s=0.5)
@@ -408,14 +408,19 @@ async def test_a_second_attempt_is_not_taken_for_a_request_whose_id_looks_like_o
         ]
 
 
+def _stall(h: Harness, submit: pb.Submit, reason: str, **more: object) -> None:
+    """Its decode worker has no pages."""
+    stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason=reason, **more)
+    h.prefill().emit(submit.request.router_id, events=[stalled])
+
+
 async def test_a_stalled_handoff_moves_to_a_decode_worker_with_pages() -> None:
     async with serving(1, 2) as h:
         h.prefill().is_holding = True
         call = h.generate.GenerateOnce(request(max_tokens=4))
         await h.prefill().wait_for(lambda: bool(h.prefill().held))
         submit = h.prefill().held.pop()
-        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
-        h.prefill().emit(submit.request.router_id, events=[stalled])
+        _stall(h, submit, "0 of 4 pages free")
         await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
         assert submit.decode.name == "decode-0"
         moved = h.prefill().reassigns[0]
@@ -436,8 +441,7 @@ async def test_a_stalled_handoff_moves_once_another_worker_reports_free_pages() 
         call = h.generate.GenerateOnce(request(max_tokens=4))
         await h.prefill().wait_for(lambda: bool(h.prefill().held))
         submit = h.prefill().held.pop()
-        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 8 pages free")
-        h.prefill().emit(submit.request.router_id, events=[stalled])
+        _stall(h, submit, "0 of 8 pages free")
         await h.until(lambda: bool(h.router._dispatcher._stalled))
         assert not h.prefill().reassigns
         h.decode(1).running.clear()
@@ -454,8 +458,7 @@ async def test_no_stalled_handoff_is_looked_at_while_no_worker_has_pages(monkeyp
         calls = [h.generate.GenerateOnce(request(max_tokens=4)) for _ in range(2)]
         await h.prefill().wait_for(lambda: len(h.prefill().held) == 2)
         submit = h.prefill().held[0]
-        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 1 pages free")
-        h.prefill().emit(submit.request.router_id, events=[stalled])
+        _stall(h, submit, "0 of 1 pages free")
         await h.until(lambda: bool(h.router._dispatcher._stalled))
         looked: list[str] = []
         monkeypatch.setattr(h.router.policy, "reassign", lambda request_id, *_: looked.append(request_id))
@@ -471,8 +474,7 @@ async def test_a_reassignment_that_comes_too_late_does_no_harm() -> None:
         call = h.generate.GenerateOnce(request(max_tokens=4))
         await h.prefill().wait_for(lambda: bool(h.prefill().held))
         submit = h.prefill().held.pop()
-        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
-        h.prefill().emit(submit.request.router_id, events=[stalled])
+        _stall(h, submit, "0 of 4 pages free")
         await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
         h.prefill().compute(submit)  # the first one had granted the pages meanwhile
         answer = await call
@@ -487,10 +489,7 @@ async def test_a_stall_at_a_worker_that_it_is_no_longer_for_names_the_new_one_ag
         await h.prefill().wait_for(lambda: bool(h.prefill().held))
         submit = h.prefill().held.pop()
         for _ in range(2):
-            stalled = h.prefill().event(
-                submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="full", decode_worker=submit.decode.name
-            )
-            h.prefill().emit(submit.request.router_id, events=[stalled])
+            _stall(h, submit, "full", decode_worker=submit.decode.name)
         await h.prefill().wait_for(lambda: len(h.prefill().reassigns) == 2)
         first, again = h.prefill().reassigns
         assert first.decode.name == again.decode.name != submit.decode.name
@@ -505,8 +504,7 @@ async def test_a_handoff_to_a_worker_that_was_moved_away_from_and_died_is_sent_a
         call = h.generate.GenerateOnce(request(max_tokens=4))
         await h.prefill().wait_for(lambda: bool(h.prefill().held))
         submit = h.prefill().held.pop()
-        stalled = h.prefill().event(submit.request, pb.EVENT_KIND_HANDOFF_STALLED, reason="0 of 4 pages free")
-        h.prefill().emit(submit.request.router_id, events=[stalled])
+        _stall(h, submit, "0 of 4 pages free")
         await h.prefill().wait_for(lambda: bool(h.prefill().reassigns))
         first = next(i for i in range(2) if h.decode(i).name == submit.decode.name)
         await h.decode(first).kill()  # it had granted the pages and taken the KV
