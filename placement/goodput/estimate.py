@@ -90,7 +90,7 @@ def estimate(
     effort: Effort | None = None,
     seed: int = 0,
     error: float = 0.0,
-    copies: int = 1,
+    copies: float = 1.0,
 ) -> Estimate:
     """Requests drawn by `seed` alone: the same arguments give the same estimate. `copies` of the system share the rate,
     each request going to any of them by chance; one is simulated."""

@@ -45,7 +45,7 @@ class GoodputProblem:
     precision: float = 0.02
     seed: int = 0
     factor: float = 1.0
-    copies: int = 1  # of the system share the rate
+    copies: float = 1.0  # of the system share the rate
     bottom: float = 0.0  # a rate that it will hardly fall below
     known: Estimate | None = None  # of one rate, by the same effort or a longer one
     longer: Effort | None = None  # the rate found is verified by it

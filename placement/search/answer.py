@@ -23,6 +23,7 @@ from placement.search.what_if import scale_of, swings_of, what_if
 from placement.workload.arrivals import fit_arrivals
 
 FINAL = Effort(first_requests=LONG.first_requests, max_requests=18_000, half_width=0.01, covers=0.999)
+WHOLE = 8  # times as many workers as elsewhere stand for more at the rate asked for
 BINDS = Effort(first_requests=1500, max_requests=4000, half_width=0.02, decides=True)
 CURVE = Effort(first_requests=1000, max_requests=2000, half_width=0.03, decides=True)
 CURVE_AT = (0.25, 0.5, 0.8, 1.2)  # of the goodput: points of each candidate's curve besides the search's
@@ -145,7 +146,7 @@ class PlanAnswer:
         placement, error = self.placements[tried[0].candidate], self.search.error_of(tried[0].candidate)
         shown = tried[:CURVES]
         jobs: list[EstimateJob | GoodputProblem] = [
-            self._job(placement, rate, FINAL, error),
+            self._final(placement, rate),
             *self._error_searches(tried[0], error),
             self._job(placement, BEYOND[0] * tried[0].goodput.value, BINDS),
         ]
@@ -164,11 +165,11 @@ class PlanAnswer:
     def _kept(self, tried: Sequence[Goodput], at_rate: Estimate) -> tuple[list[Goodput], Estimate]:
         """No rate is asked for: the goodput is one that the longest of all runs keeps, too."""
         best, *others = tried
-        placement, error = self.placements[best.candidate], self.search.error_of(best.candidate)
+        placement = self.placements[best.candidate]
         for _ in range(MOST_STEPS_DOWN):
             if at_rate.keeps_slo:
                 break
-            (at_rate,) = self._estimates([(placement, STEP_DOWN * at_rate.point.rate)], FINAL, error)
+            (at_rate,) = self._estimates([self._final(placement, STEP_DOWN * at_rate.point.rate)])
         value = min(at_rate.point.rate, best.goodput.value)
         goodput = replace(best.goodput, value=value, low=min(best.goodput.low, value))
         return [replace(best, goodput=goodput), *others], at_rate
@@ -189,7 +190,7 @@ class PlanAnswer:
         """What binds shows only where something is late."""
         for factor in BEYOND[1:]:
             if knee.keeps_slo:
-                (knee,) = self._estimates([(placement, factor * goodput)], BINDS)
+                (knee,) = self._estimates([self._job(placement, factor * goodput, BINDS)])
         return knee
 
     def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
@@ -203,30 +204,32 @@ class PlanAnswer:
             return binding, as_it_is
         roles: tuple[PhaseRole, ...] = ("prefill", "decode")
         variants = [with_candidate(placement, with_more(placement, candidate, index)) for index in (0, 1)]
-        estimates = self._estimates([(variant, knee.point.rate) for variant in variants], BINDS)
+        estimates = self._estimates([self._job(variant, knee.point.rate, BINDS) for variant in variants])
         relief = {role: at.point.attainment.value for role, at in zip(roles, estimates, strict=True)}
         if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":
             binding = "prefill" if relief["prefill"] > relief["decode"] else "decode"
         return binding, as_it_is | relief
 
-    def _estimates(
-        self, wanted: Sequence[tuple[Placement, float]], effort: Effort, error: float = 0.0
-    ) -> list[Estimate]:
-        """Of each placement at a rate."""
-        done = self._done([self._job(placement, rate, effort, error) for placement, rate in wanted])
-        return [result for result in done if isinstance(result, Estimate)]
+    def _estimates(self, jobs: Sequence[EstimateJob]) -> list[Estimate]:
+        return [result for result in self._done(jobs) if isinstance(result, Estimate)]
 
-    def _job(self, placement: Placement, rate: float, effort: Effort, error: float = 0.0) -> EstimateJob:
-        """With the latency model wrong by so much."""
+    def _final(self, placement: Placement, rate: float) -> EstimateJob:
+        """The longest run, with the latency model wrong by as much as it may be; of far larger cells, or the whole."""
+        error = self.search.error_of(placement.candidate)
+        return replace(self._job(placement, rate, FINAL, WHOLE * self.problem.cell), error=error)
+
+    def _job(self, placement: Placement, rate: float, effort: Effort, cell: int = 0) -> EstimateJob:
+        """`cell`: of how many workers, if not of as many as elsewhere."""
+        problem = self.problem
+        system, copies = system_of(placement, problem.offer_of, problem.targets.loosest, cell or problem.cell)
         return EstimateJob(
-            system=system_of(placement, self.problem.offer_of, self.problem.targets.loosest),
-            copies=placement.copies,
-            traffic=self.problem.traffic,
+            system=system,
+            copies=copies,
+            traffic=problem.traffic,
             rate=rate,
-            targets=self.problem.targets,
+            targets=problem.targets,
             effort=effort.times(self.question.thoroughness),
-            seed=self.problem.seed,
-            error=error,
+            seed=problem.seed,
         )
 
     def _done(self, jobs: Sequence[EstimateJob | GoodputProblem]) -> list[Estimate | Knee]:

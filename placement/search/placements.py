@@ -27,6 +27,8 @@ from placement.search.problem import PlacementProblem, SearchLog, WorkerGoodput
 from placement.search.screening import ROUND, SCREENING
 from placement.simulator.systems import System
 
+MOST_UNLIKE = 1.05  # times as many workers as another pool may one lack in a cell
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -53,21 +55,40 @@ def with_candidate(placement: Placement, candidate: Candidate) -> Placement:
     return replace(placement, candidate=candidate, copies=copies, is_paired=is_paired)
 
 
-def system_of(placement: Placement, offer_of: OfferOf, slo: Slo) -> System:
-    """One copy of it."""
-    one = placement.candidate.one_of(placement.copies)
-    return assemble(one, offer_of, within_node=placement.within_node, slo=slo)
+def system_of(placement: Placement, offer_of: OfferOf, slo: Slo, cell: int) -> tuple[System, float]:
+    """What is simulated of it, with all that so many workers or more can stand for; and how many of that it is."""
+    one, copies = placement.candidate.one_of(placement.copies), float(placement.copies)
+    if placement.copies == 1:
+        one, copies = cell_of(one, cell)
+    return assemble(one, offer_of, within_node=placement.within_node, slo=slo), copies
+
+
+def cell_of(candidate: Candidate, least: int) -> tuple[Candidate, float]:
+    """At least so many of its workers, and less than twice as many, that stand for all of a larger cluster: its pools
+    in nearly the same proportion, or all there are. And how many of that it is: a number for which no worker of the
+    cell has less to do than one of the whole. What is found of a cell is not too good, either, as fewer workers share a
+    queue."""
+    counts = [pool.replicas for pool in candidate.pools]
+    found, unlike = (candidate, 1.0), MOST_UNLIKE
+    for size in range(least, min(2 * least, sum(counts) // 2 + 1)):
+        cell = [max(1, round(count * size / sum(counts))) for count in counts]
+        times = [count / each for count, each in zip(counts, cell, strict=True)]
+        if max(times) / min(times) < unlike:
+            pools = tuple(replace(pool, replicas=each) for pool, each in zip(candidate.pools, cell, strict=True))
+            found, unlike = (replace(candidate, pools=pools), min(times)), max(times) / min(times)
+    return found
 
 
 def goodput_problem(
     problem: PlacementProblem, placement: Placement, *, effort: Effort, precision: float = 0.02, factor: float = 1.0
 ) -> GoodputProblem:
     """The goodput of a whole cluster."""
+    system, copies = system_of(placement, problem.offer_of, problem.targets.loosest, problem.cell)
     return GoodputProblem(
-        system=system_of(placement, problem.offer_of, problem.targets.loosest),
+        system=system,
         traffic=problem.traffic,
         targets=problem.targets,
-        copies=placement.copies,
+        copies=copies,
         top=1.1 * placement.promised,
         effort=effort.times(problem.thoroughness),
         precision=precision,

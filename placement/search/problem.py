@@ -19,6 +19,7 @@ from placement.workload.traffic import Traffic
 
 ROUGHLY = 0.95  # times a rough figure is what it is taken for
 ALIKE = 0.01  # of a goodput: so little more pays for nothing
+CELL = 16  # workers: so many stand for a larger cluster
 SIMPLEST: Sequence[Kind] = ("one pool", "two pools", "hybrid")  # the first
 PhaseRole = Literal["prefill", "decode"]
 OnFirst = Callable[[Goodput], None]
@@ -39,6 +40,14 @@ class PlacementProblem:
     @property
     def hardware(self) -> str:
         return self.catalog.hardware
+
+    @property
+    def cell(self) -> int:
+        """So many workers may stand for twice as many or more: the more, the burstier their requests. Bursts of a
+        trace's own are not divided."""
+        if self.traffic.is_replay:
+            return 1 << 30
+        return math.ceil(CELL * max(1.0, self.thoroughness) / min(1.0, self.traffic.burstiness))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ class EstimateJob:
     effort: Effort
     seed: int
     error: float = 0.0
-    copies: int = 1
+    copies: float = 1.0
 
 
 def estimate_job(job: EstimateJob) -> Estimate:
@@ -59,6 +59,7 @@ class SizingJob:
     targets: Targets
     effort: Effort
     seed: int
+    cell: int
     may_grow: bool = True
 
 
@@ -72,6 +73,7 @@ def sizing_job(problem: PlacementProblem, placement: Placement, rate: float, eff
         targets=problem.targets,
         effort=effort,
         seed=problem.seed,
+        cell=problem.cell,
     )
 
 
@@ -108,14 +110,15 @@ def size_for_rate(job: SizingJob) -> SizedPlacement:
         if candidate in looked_at:
             return looked_at[candidate]
         placement = with_candidate(job.placement, candidate)
+        system, copies = system_of(placement, offer_of, job.targets.loosest, job.cell)
         estimated = estimate(
-            system_of(placement, offer_of, job.targets.loosest),
+            system,
             job.traffic,
             job.rate,
             job.targets,
             effort=job.effort,
             seed=job.seed,
-            copies=placement.copies,
+            copies=copies,
         )
         log[0] += estimated.num_simulated
         log[1] += estimated.cpu_s

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from placement.build.from_offers import first_tokens_of, mixed_of, offers_of, pair_of, phase_alone
+from placement.build.from_offers import first_tokens_of, mixed_of, offers_of, pair_of, phase_alone, pool_of
 from placement.catalogs.base import Degrees, PlanError
 from placement.goodput.runner import open_runner
 from placement.goodput.targets import Targets
-from placement.plan import Interval, RequestClass, Slo
+from placement.plan import Candidate, Interval, PoolRole, RequestClass, Slo
 from placement.search.placements import (
     Placement,
+    cell_of,
     colocated_placements,
     find_pairs,
     goodput_problem,
@@ -157,8 +158,8 @@ def test_prompts_that_share_prefixes_are_screened_too() -> None:
 def test_copies_of_a_pair_are_simulated_one_by_one() -> None:
     (placement, *_) = placements_for_gpus(problem(), [worker(1, 3.0)], [worker(1, 3.0)], num_gpus=8)
     pairs = with_candidate(replace(placement, copies=2), placement.candidate)
-    system = system_of(pairs, problem().offer_of, SLO)
-    assert pairs.copies == 4
+    system, copies = system_of(pairs, problem().offer_of, SLO, 1)
+    assert pairs.copies == copies == 4
     assert system.workers_by_pool == {"prefill": 1, "decode": 1}
 
 
@@ -187,3 +188,24 @@ def test_in_stages_chunks_are_as_large_as_a_share_of_the_batch_leaves_room_for()
 def test_an_offer_that_cannot_be_had_says_why() -> None:
     with pytest.raises(PlanError, match="give a TP that divides them"):
         problem().offer_of(Degrees(8, 1), True)
+
+
+@pytest.mark.parametrize("replicas", [(64,), (33, 19), (33, 21), (200, 7), (16, 15), (40, 40), (31, 1)])
+def test_a_cell_stands_for_a_large_cluster_without_having_less_to_do(replicas: tuple[int, ...]) -> None:
+    roles: tuple[PoolRole, ...] = ("prefill", "decode")
+    pools = [pool_of(role, toy_offer(1), 1, "toy") for role in roles]
+    whole = Candidate(pools=tuple(replace(p, replicas=n) for p, n in zip(pools, replicas, strict=False)))
+    cell, copies = cell_of(whole, 16)
+    workers = [pool.replicas for pool in cell.pools]
+    loads = [n / copies / each for n, each in zip(replicas, workers, strict=True)]
+    assert min(loads) >= 1 - 1e-9
+    assert max(loads) < 1.05
+    assert 16 <= sum(workers) <= 32 or cell == whole
+
+
+def test_a_small_cluster_and_one_with_few_of_a_pool_stand_for_themselves() -> None:
+    roles: tuple[PoolRole, ...] = ("prefill", "decode")
+    for replicas in ((16, 15), (31, 1), (100, 2)):
+        pools = [pool_of(role, toy_offer(1), n, "toy") for role, n in zip(roles, replicas, strict=True)]
+        candidate = Candidate(pools=tuple(pools))
+        assert cell_of(candidate, 16) == (candidate, 1.0)

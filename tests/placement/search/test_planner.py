@@ -284,6 +284,7 @@ def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
                 targets=Targets(slo=Slo(ttft_s=1.0, tpot_s=1.0)),
                 effort=JOINT.times(0.05),
                 seed=0,
+                cell=16,
                 may_grow=False,
             )
         )
