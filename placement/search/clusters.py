@@ -27,6 +27,7 @@ from placement.search.problem import PlanSearch
 from placement.search.sizing import SizedPlacement, binding_index, binding_pool, size_for_rate, sizing_job, with_more
 
 HYBRIDS_OF = 3  # placements, no two of the same degrees
+CLIMBS_FROM = 0.85  # of the best, what may become better than it
 MOST_MOVES = 4  # of a worker from one pool to the other
 NEAR = 0.95  # of what a quick look has seen: where a search begins, and it ends as far above
 HEADROOM = 0.12  # precision of a quick look at it: one rate between that asked for and 1.25 of it
@@ -64,17 +65,33 @@ def simulate_for_gpus(search: PlanSearch, placements: Sequence[Placement]) -> Cl
 def _climbed(
     search: PlanSearch, clusters: Clusters, next_to: Callable[[SimulatedCluster], Sequence[Candidate]], what: str
 ) -> Clusters:
-    """What the best of them becomes when a worker moves from one pool to the other, as long as that is better.
-    `next_to`: what it may become."""
+    """What the best of them become when a worker moves from one pool to the other, as long as that is better: of each
+    degrees the best, as one whose workers are smaller may yet find a proportion that others cannot have. `next_to`:
+    what it may become."""
     found = list(clusters)
     for _ in range(MOST_MOVES if clusters else 0):
-        best = max(found, key=lambda cluster: search.score(cluster.goodput))
+        best = _best_of_each_degrees(search, found)
+        least = CLIMBS_FROM * search.score(best[0].goodput)[0]
         done = {cluster.placement.candidate for cluster in found}
-        moved = [with_candidate(best.placement, each) for each in next_to(best) if each not in done]
+        moved = {
+            candidate: with_candidate(each.placement, candidate)
+            for each in best
+            if search.score(each.goodput)[0] >= least
+            for candidate in next_to(each)
+            if candidate not in done
+        }
         if not moved:
             break
-        found += _looked_at(search, moved, what)
+        found += _looked_at(search, list(moved.values()), what)
     return found[len(clusters) :]
+
+
+def _best_of_each_degrees(search: PlanSearch, clusters: Clusters) -> Clusters:
+    """The best of all first."""
+    best: dict[tuple[Degrees, ...], SimulatedCluster] = {}
+    for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
+        best.setdefault(tuple(pool.degrees for pool in cluster.placement.candidate.pools), cluster)
+    return list(best.values())
 
 
 def _relieved(search: PlanSearch, cluster: SimulatedCluster) -> list[Candidate]:
@@ -97,15 +114,11 @@ def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[P
     """Of the best placements."""
     if not search.question.colocated:
         return []
-    best: dict[tuple[Degrees, ...], Placement] = {}
-    for cluster in sorted(clusters, key=lambda cluster: search.score(cluster.goodput), reverse=True):
-        placement = cluster.placement
-        if placement.copies == 1 and cluster.goodput.goodput.value:
-            best.setdefault(tuple(pool.degrees for pool in placement.candidate.pools), placement)
+    able = [each for each in clusters if each.placement.copies == 1 and each.goodput.goodput.value]
     return [
-        with_candidate(placement, candidate)
-        for placement in list(best.values())[:HYBRIDS_OF]
-        for candidate in hybrids_of(placement.candidate)
+        with_candidate(cluster.placement, candidate)
+        for cluster in _best_of_each_degrees(search, able)[:HYBRIDS_OF]
+        for candidate in hybrids_of(cluster.placement.candidate)
     ]
 
 
