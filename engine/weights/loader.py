@@ -69,6 +69,7 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
             )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {first_sentence(error)}") from error
+    quantised.check_read(model, loaded, report["unexpected_keys"])
     if mismatched := sorted(report["mismatched_keys"]):
         name, held, wanted = mismatched[0]
         raise UnsupportedModel(

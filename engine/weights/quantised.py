@@ -1,11 +1,14 @@
 """Checkpoints that bring quantised weights: which are read, each by its own library, and their weights in full width.
 
-What they hold in the end is for the loader to look at; int8.py is another matter, which rounds what was loaded.
+One whose config does not say what its files hold would be read as if its whole numbers were the weights: scales that
+nobody asked for tell it. int8.py is another matter, which rounds what was loaded.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from engine.errors import UnsupportedModel
 
 WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
+SCALE = re.compile(r"(?P<weight>.+)_scale(_inv|_2)?")  # of a weight; an input's or a key's leaves weights as they are
+PACKED = re.compile(r"(?P<module>.+)\.(qweight|qzeros|scales?|SCB|weight_packed)")
 
 
 def method_of(config: Any) -> str | None:
@@ -39,6 +44,27 @@ def check(model: str, config: Any) -> None:
             f"model {model!r} is quantised by {method}, which cannot be loaded in full width; give one that is not "
             f"quantised, or by one of {', '.join(sorted(able.union(WIDENED)))}"
         )
+
+
+def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str]) -> None:
+    """Of the names that were `unexpected` in the files, none is of a quantised weight that was read as a plain one, or
+    not at all. Raises UnsupportedModel."""
+    parameters = {name for name, _ in loaded.named_parameters()}
+    for key in sorted(unexpected):
+        if _is_of_a_weight(key, parameters, unexpected):
+            raise UnsupportedModel(
+                f"model {model!r} has {key}, of a quantised weight, of which quantization_config in config.json says "
+                f"nothing; give a checkpoint whose config.json tells how it is quantised"
+            )
+
+
+def _is_of_a_weight(key: str, parameters: Collection[str], unexpected: Collection[str]) -> bool:
+    """Of the model's, that is, and not of a layer that it leaves out."""
+    if found := SCALE.fullmatch(key):
+        weight = found["weight"]  # perhaps one of many experts, which are no parameter each
+        return weight in parameters or (weight.endswith(".weight") and weight not in unexpected)
+    found = PACKED.fullmatch(key)
+    return found is not None and f"{found['module']}.weight" in parameters
 
 
 def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:

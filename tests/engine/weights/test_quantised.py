@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,57 @@ def test_fine_grained_fp8_is_read_by_blocks_of_the_size_that_its_config_says(
     }
     (directories[0] / "config.json").write_text(json.dumps(config))
     check_differs_by_rounding_alone(logits(directories[1]), directories[0], model)
+
+
+def edited(model: Path, directory: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> Path:
+    """A copy, with what `change` has in the place of each weight."""
+    shutil.copytree(model, directory)
+    weights = load_file(model / "model.safetensors")
+    changed = {key: tensor for name, weight in weights.items() for key, tensor in change(name, weight).items()}
+    save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def in_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+
+def in_int8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().amax(1) / 127
+    return {name: (weight / scale[:, None]).round().to(torch.int8), name.replace("weight", "SCB"): scale}
+
+
+def packed(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name.replace("weight", "qweight"): torch.zeros(weight.shape[1] // 8, weight.shape[0], dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "change", "first"),
+    [
+        ("llama", "down_proj", in_fp8, "model.layers.0.mlp.down_proj.weight_scale"),
+        ("llama", "down_proj", in_int8, "model.layers.0.mlp.down_proj.SCB"),
+        ("llama", "down_proj", packed, "model.layers.0.mlp.down_proj.qweight"),
+        ("mixtral", ".w1.", in_fp8, "model.layers.0.mlp.experts.0.w1.weight_scale"),
+    ],
+)
+def test_one_whose_config_says_nothing_of_it_is_refused(
+    kind: str, part: str, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], first: str, tmp_path: Path
+) -> None:
+    model = make_tiny_model(kind, tmp_path / "model")
+    directory = edited(model, tmp_path / "changed", lambda name, w: change(name, w) if part in name else {name: w})
+    with pytest.raises(UnsupportedModel, match=rf"has {first}, of .*, of which quantization_config in config\.json"):
+        logits(directory)
+
+
+def test_scales_of_keys_and_of_layers_that_are_left_out_are_passed_over(model: Path, tmp_path: Path) -> None:
+    def change(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scales = ("k_scale", "input_scale") if "k_proj" in name else ()
+        also = {name.replace("weight", scale): torch.ones(()) for scale in scales}
+        left_out = name.replace("layers.0", "layers.7")
+        return {name: weight, **also} | (in_fp8(left_out, weight) if left_out != name else {})
+
+    assert torch.equal(logits(edited(model, tmp_path / "changed", change)), logits(model))
 
 
 def test_one_that_cannot_be_had_in_full_is_refused(model: Path, tmp_path: Path) -> None:
