@@ -68,7 +68,8 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
                 **placed,
             )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
-        raise UnsupportedModel(f"model {model!r} cannot be loaded: {first_sentence(error)}") from error
+        why = quantised.why_not_converted(config, error) or first_sentence(error)
+        raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
     quantised.check_read(model, loaded, report["unexpected_keys"])
     if mismatched := sorted(report["mismatched_keys"]):
         name, held, wanted = mismatched[0]

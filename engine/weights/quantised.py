@@ -21,6 +21,7 @@ from engine.errors import UnsupportedModel
 WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
 SCALE = re.compile(r"(?P<weight>.+)_scale(_inv|_2)?")  # of a weight; an input's or a key's leaves weights as they are
 PACKED = re.compile(r"(?P<module>.+)\.(qweight|qzeros|scales?|SCB|weight_packed)")
+UNCONVERTED = ("int-quantized", "naive-quantized")  # formats of compressed-tensors that transformers has no experts of
 
 
 def method_of(config: Any) -> str | None:
@@ -44,6 +45,19 @@ def check(model: str, config: Any) -> None:
             f"model {model!r} is quantised by {method}, which cannot be loaded in full width; give one that is not "
             f"quantised, or by one of {', '.join(sorted(able.union(WIDENED)))}"
         )
+
+
+def why_not_converted(config: Any, error: Exception) -> str:
+    """What transformers, which failed to load it, does not say; nothing where it is something else."""
+    if method_of(config) != "compressed-tensors" or "conversion of the weights" not in str(error):
+        return ""
+    layout = config.quantization_config.get("format")
+    if layout not in UNCONVERTED:
+        return ""
+    return (
+        f"format of quantization_config is {layout}, which transformers does not convert for a model with experts; "
+        "give one in FP8 (float-quantized) or W4A16 (pack-quantized)"
+    )
 
 
 def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str]) -> None:

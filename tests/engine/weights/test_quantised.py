@@ -88,6 +88,13 @@ def test_a_checkpoint_of_compressed_tensors_is_served_as_its_library_reads_it(
         assert float((again - wanted).norm() / wanted.norm()) < 0.05
 
 
+def test_int8_of_a_model_with_experts_is_refused_by_its_format(tmp_path: Path) -> None:
+    model = make_tiny_model("mixtral", tmp_path / "model")
+    directory, _ = quantised(model, "W8A8", tmp_path / "made")
+    with pytest.raises(UnsupportedModel, match=r"format of quantization_config is int-quantized, which .*; give one"):
+        logits(directory)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_checkpoint_of_bitsandbytes(bits: int, model: Path, tmp_path: Path) -> None:
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4")
