@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
@@ -51,7 +51,15 @@ def load_config(model: str) -> Any:
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
     try:
+        told = PreTrainedConfig.get_config_dict(model)[0].get("quantization_config")
+        if told is not None and not isinstance(told, dict):
+            raise UnsupportedModel(
+                f"quantization_config in config.json of model {model!r} is {told!r:.80}; it is an object, and a model "
+                "that is not quantised has none"
+            )
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except UnsupportedModel:
+        raise
     except Exception as error:  # transformers raises nearly every type for a config that it cannot read
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(

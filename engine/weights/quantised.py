@@ -18,16 +18,18 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from engine.errors import UnsupportedModel
 
+ADVISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")  # methods that docs/serving.md names
 WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
 SCALE = re.compile(r"(?P<weight>.+)_scale(_inv|_2)?")  # of a weight; an input's or a key's leaves weights as they are
 PACKED = re.compile(r"(?P<module>.+)\.(qweight|qzeros|scales?|SCB|weight_packed)")
+
 UNCONVERTED = ("int-quantized", "naive-quantized")  # formats of compressed-tensors that transformers has no experts of
 
 
 def method_of(config: Any) -> str | None:
-    """As its checkpoint names it; None: it says nothing of being quantised."""
-    quantised = getattr(config, "quantization_config", None)
-    return str(quantised.get("quant_method", "no named method")) if isinstance(quantised, dict) else None
+    """As its checkpoint names it, if it does; None: it says nothing of being quantised."""
+    told = getattr(config, "quantization_config", None)
+    return str(told.get("quant_method") or "") if isinstance(told, dict) else None
 
 
 def check(model: str, config: Any) -> None:
@@ -36,6 +38,11 @@ def check(model: str, config: Any) -> None:
     method = method_of(config)
     if method is None:
         return
+    if not method:
+        raise UnsupportedModel(
+            f"quantization_config in config.json of model {model!r} names no quant_method; give one of "
+            f"{', '.join(ADVISED)}, or of a model that is not quantised leave it out"
+        )
     kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
     able = {name for name, kind in kinds if "dequantize" in inspect.signature(kind.__init__).parameters}
     if method in able:
@@ -43,7 +50,7 @@ def check(model: str, config: Any) -> None:
     elif method not in WIDENED:
         raise UnsupportedModel(
             f"model {model!r} is quantised by {method}, which cannot be loaded in full width; give one that is not "
-            f"quantised, or by one of {', '.join(sorted(able.union(WIDENED)))}"
+            f"quantised, or by one of {', '.join(ADVISED)}"
         )
 
 

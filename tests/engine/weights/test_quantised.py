@@ -227,13 +227,21 @@ def test_scales_of_keys_and_of_layers_that_are_left_out_are_passed_over(model: P
     assert torch.equal(logits(edited(model, tmp_path / "changed", change)), logits(model))
 
 
-def test_one_that_cannot_be_had_in_full_is_refused(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (
+            {"quant_method": "higgs", "bits": 4},
+            "is quantised by higgs, which .* or by one of awq, bitsandbytes, compressed-tensors, fp8, gptq, mxfp4$",
+        ),
+        ({"bits": 4}, r"quantization_config in config\.json of model .* names no quant_method; give one of awq, "),
+        ("none", r"quantization_config in config\.json of model .* is 'none'; it is an object, and a model that"),
+        ([], r"quantization_config in config\.json of model .* is \[\]; it is an object, and a model that"),
+    ],
+)
+def test_one_that_cannot_be_had_in_full_is_refused(told: object, why: str, model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "higgs", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UnsupportedModel,
-        match=r"is quantised by higgs, which .* or by one of awq, bitsandbytes, compressed-ten",
-    ):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    with pytest.raises(UnsupportedModel, match=why):
         logits(tmp_path)
