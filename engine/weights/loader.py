@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from engine.state import mixers
 from engine.types import InvalidRequest, LengthRope, ModelInfo, SamplingParams
 from engine.weights import experts, int8, quantised, ropes
 from engine.weights.config import ServedConfig, first_sentence
+from engine.weights.files import why_unreadable
 from engine.weights.fp8_blocks import whole_blocks
 from engine.weights.stage import PassLeaves
 
@@ -68,7 +70,7 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
                 **placed,
             )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
-        why = quantised.why_not_converted(config, error) or first_sentence(error)
+        why = quantised.why_not_converted(config, error) or why_unreadable(Path(model)) or first_sentence(error)
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
     quantised.check_read(model, loaded, report["unexpected_keys"])
     if mismatched := sorted(report["mismatched_keys"]):
