@@ -169,6 +169,17 @@ def test_an_eos_that_is_no_token(llama: str, tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["[]", "{bad"])
+def test_a_generation_config_that_cannot_be_read(llama: str, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(text)
+    (tmp_path / "model.safetensors").write_bytes((Path(llama) / "model.safetensors").read_bytes())
+    with pytest.raises(
+        UnsupportedModel, match=r"/generation_config\.json holds no JSON object .*; mend it, or remove it"
+    ):
+        load(str(tmp_path))
+
+
 def test_an_architecture_that_transformers_does_not_know(llama: str, tmp_path: Path) -> None:
     config = json.loads((Path(llama) / "config.json").read_text())
     config |= {"model_type": "martian", "architectures": ["MartianForCausalLM"]}
