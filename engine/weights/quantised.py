@@ -20,7 +20,7 @@ from engine.errors import UnsupportedModel
 
 ADVISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")  # methods that docs/serving.md names
 WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
-SCALE = re.compile(r"(?P<weight>.+)_scale(_inv|_2)?")  # of a weight; an input's or a key's leaves weights as they are
+SCALE = re.compile(r"(?P<weight>.+)_scales?(_inv|_2)?")  # of a weight; an input's or a key's leaves weights as they are
 PACKED = re.compile(r"(?P<module>.+)\.(qweight|qzeros|scales?|SCB|weight_packed)")
 
 UNCONVERTED = ("int-quantized", "naive-quantized")  # formats of compressed-tensors that transformers has no experts of

@@ -199,12 +199,22 @@ def packed(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name.replace("weight", "qweight"): torch.zeros(weight.shape[1] // 8, weight.shape[0], dtype=torch.int32)}
 
 
+def in_mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As gpt-oss has it: 16 bytes for 32 numbers, and an exponent."""
+    if name.endswith("_bias"):
+        return {name: weight}
+    shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2] // 32)
+    made = {"blocks": torch.zeros(*shape, 16, dtype=torch.uint8), "scales": torch.zeros(shape, dtype=torch.uint8)}
+    return {f"{name}_{part}": tensor for part, tensor in made.items()}
+
+
 @pytest.mark.parametrize(
     ("kind", "part", "change", "first"),
     [
         ("llama", "down_proj", in_fp8, "model.layers.0.mlp.down_proj.weight_scale"),
         ("llama", "down_proj", in_int8, "model.layers.0.mlp.down_proj.SCB"),
         ("llama", "down_proj", packed, "model.layers.0.mlp.down_proj.qweight"),
+        ("gpt_oss", ".down_proj", in_mxfp4, "model.layers.0.mlp.experts.down_proj_scales"),
         ("mixtral", ".w1.", in_fp8, "model.layers.0.mlp.experts.0.w1.weight_scale"),
     ],
 )
