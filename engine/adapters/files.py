@@ -26,6 +26,7 @@ REFUSED = (  # beside what begins with use_
     *("lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters"),
     *("layer_replication", "alora_invocation_tokens", "arrow_config"),
 )
+WHOLE_LAYER = re.compile(r"base_model\.model\.(?P<module>.+)\.(base_layer\.|lora_embedding_).+")  # head, embeddings
 PLAIN_PATTERN = re.compile(r"\^?[\w.\\-]+\$?")  # names, perhaps with \d: nothing that takes long to match
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")  # of the weights: others change the base model's
 
@@ -146,6 +147,11 @@ def _parts(
 ) -> Iterator[tuple[str, LoraPart]]:
     pairs: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
+        if whole := WHOLE_LAYER.fullmatch(key):
+            raise AdapterError(
+                f"{path} changes {whole['module']}, and adapters of heads and embeddings are not served; train it "
+                "without, by target_modules"
+            )
         found = KEY.fullmatch(key)
         if found is None or len(shape) != 2:
             raise AdapterError(

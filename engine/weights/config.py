@@ -6,13 +6,14 @@ that nobody has named yet.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
@@ -50,14 +51,37 @@ def load_config(model: str) -> Any:
         raise UnsupportedModel(why)
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
+    _check_generation_config(model)
     try:
+        told = PreTrainedConfig.get_config_dict(model)[0].get("quantization_config")
+        if told is not None and not isinstance(told, dict):
+            raise UnsupportedModel(
+                f"quantization_config in config.json of model {model!r} is {told!r:.80}; it is an object, and a model "
+                "that is not quantised has none"
+            )
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except UnsupportedModel:
+        raise
     except Exception as error:  # transformers raises nearly every type for a config that it cannot read
         if "trust_remote_code" in str(error):
             raise UnsupportedModel(
                 f"model {model!r} has code of its own, which is not run; give one of a type that transformers knows"
             ) from error
         raise UnsupportedModel(f"model {model!r} cannot be read: {first_sentence(error)}") from error
+
+
+def _check_generation_config(model: str) -> None:
+    """transformers passes one over that it cannot read, and the sampling and EOS with it."""
+    path = os.path.join(model, "generation_config.json")
+    if not os.path.exists(path):
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            is_object = isinstance(json.load(file), dict)
+    except (OSError, ValueError):
+        is_object = False
+    if not is_object:
+        raise UnsupportedModel(f"{path} holds no JSON object that can be read; mend it, or remove it")
 
 
 def resolve_dtype(asked: str, config: Any) -> torch.dtype:

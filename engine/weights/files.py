@@ -1,5 +1,6 @@
 """Which files a model directory must have, and what it is told to lack. It looks at names and sizes, reads an index of
-shards, and never a weight: what is in the files is for the loader to find out."""
+shards, of a model that could not be loaded the headers, too, and never a weight: what is in the files is for the loader
+to find out."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -39,6 +42,24 @@ def why_incomplete(directory: Path) -> str:
     if pointers := [path.name for path in weights if _is_pointer(path)]:
         return f"has a Git LFS pointer in place of {pointers[0]} (`git lfs pull` fetches it)"
     return "" if has_tokenizer(directory) else f"has no tokenizer ({TOKENIZERS[1]} or {TOKENIZERS[0]})"
+
+
+def why_unreadable(directory: Path) -> str:
+    """Which of the files that it is loaded from is not what it should be; nothing where none is found."""
+    whole = directory / "model.safetensors"
+    names = [whole.name] if whole.exists() else [*_shards(directory)] or ["pytorch_model.bin"]
+    for path in (directory / str(name) for name in names):
+        try:
+            if path.exists() and _is_pointer(path):
+                return f"{path.name} is a Git LFS pointer; fetch what it stands for, with `git lfs pull`"
+            if path.exists() and path.suffix == ".safetensors":
+                with safe_open(str(path), framework="numpy"):
+                    pass
+        except OSError as error:
+            return f"{path.name} cannot be read: {error.strerror or error}"
+        except SafetensorError as error:
+            return f"{path.name} is damaged or cut short ({error}); copy it anew"
+    return ""
 
 
 def files_of(directory: Path) -> Files:

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from engine.attention import families, hooks
 from engine.attention.held import hold
@@ -29,8 +28,9 @@ from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.state import mixers
 from engine.types import InvalidRequest, LengthRope, ModelInfo, SamplingParams
-from engine.weights import experts, int8, ropes
+from engine.weights import experts, int8, quantised, ropes
 from engine.weights.config import ServedConfig, first_sentence
+from engine.weights.files import why_unreadable
 from engine.weights.fp8_blocks import whole_blocks
 from engine.weights.stage import PassLeaves
 
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 PROBE_TOKENS = 2
-WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
 USUAL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM's, too
 VOLATILE_KEYS = (
     "_name_or_path",
@@ -53,14 +52,12 @@ VOLATILE_KEYS = (
 def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """transformers' own class with its weights on `device`, in eager attention; those of a quantised checkpoint in the
     full width of `dtype`. Raises UnsupportedModel."""
-    _check_quantised(model, config)
+    quantised.check(model, config)
     if device.type == "cpu":
         placed: dict[str, Any] = {"experts_implementation": experts.EAGER}
     else:  # straight to the GPU, file by file, and experts as transformers chooses
         placed = {"device_map": {"": device}}
-    is_fp8 = isinstance(quantised := getattr(config, "quantization_config", None), dict) and (
-        quantised.get("quant_method") == "fp8"
-    )
+    is_fp8 = quantised.method_of(config) == "fp8"
     try:
         with LOADING, whole_blocks() if is_fp8 else nullcontext():
             loaded, report = AutoModelForCausalLM.from_pretrained(
@@ -73,7 +70,9 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
                 **placed,
             )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
-        raise UnsupportedModel(f"model {model!r} cannot be loaded: {first_sentence(error)}") from error
+        why = quantised.why_not_converted(config, error) or why_unreadable(Path(model)) or first_sentence(error)
+        raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
+    quantised.check_read(model, loaded, report["unexpected_keys"])
     if mismatched := sorted(report["mismatched_keys"]):
         name, held, wanted = mismatched[0]
         raise UnsupportedModel(
@@ -85,45 +84,10 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
         raise UnsupportedModel(
             f"model {model!r} lacks {len(missing)} of its weights, first {missing[0]}; give a complete checkpoint"
         )
-    _widen(loaded, dtype)
+    quantised.widen(loaded, dtype)
     result: PreTrainedModel = loaded.eval().requires_grad_(False)
     mixers.adopt(result)
     return result
-
-
-def _check_quantised(model: str, config: Any) -> None:
-    """Have transformers give a quantised checkpoint's weights in full, where it does. Raises UnsupportedModel where
-    nobody does."""
-    quantised = getattr(config, "quantization_config", None)
-    if not isinstance(quantised, dict):
-        return
-    method = str(quantised.get("quant_method", "no named method"))
-    kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
-    able = {name for name, kind in kinds if "dequantize" in inspect.signature(kind.__init__).parameters}
-    if method in able:
-        config.quantization_config = quantised | {"dequantize": True}
-    elif method not in WIDENED:
-        raise UnsupportedModel(
-            f"model {model!r} is quantised by {method}, which cannot be loaded in full width; give one that is not "
-            f"quantised, or by one of {', '.join(sorted(able.union(WIDENED)))}"
-        )
-
-
-def _widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Plain linear layers in place of those that hold their weights otherwise, by their own library's arithmetic."""
-    if any(type(module).__module__.startswith("bitsandbytes") for module in model.modules()):
-        model.dequantize(dtype)
-        for weight in model.parameters():  # the others were loaded as they are in the files
-            weight.data = weight.data.to(dtype)
-    for name, module in list(model.named_modules()):
-        if not hasattr(module, "dequantize_weight"):  # GPTQModel's, of GPTQ and AWQ
-            continue
-        weight, bias = module.dequantize_weight().T.to(dtype).contiguous(), module.bias
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device=weight.device, dtype=dtype)
-        linear.weight.data = weight
-        if bias is not None:
-            linear.bias.data = bias.to(dtype)
-        model.set_submodule(name, linear)
 
 
 def probe_model(model: PreTrainedModel, max_len: int) -> Probe:

@@ -136,8 +136,8 @@ def _layer_list(model: nn.Module, probe: Probe) -> nn.ModuleList | None:
 def _look_at_chain(
     name: str, layers: Sequence[nn.Module], run_once: Callable[[], object], stage: Stage
 ) -> tuple[list[torch.Tensor], bool]:
-    """Each layer's hidden states, and whether it gives them in a tuple. Raises UnsupportedModel unless they go from
-    each to the next as they are, and nothing else does."""
+    """Each layer's hidden states, and whether it gives them in a tuple. Raises UnsupportedModel unless they are
+    one [1, T, N], go from each to the next as they are, and nothing else does."""
     made: list[Any] = []  # by each layer, in the order of the calls
 
     def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -145,7 +145,9 @@ def _look_at_chain(
         before = _parts(made[-1]) if made else []
         others = [*args[1:], *kwargs.values()] if args else [v for k, v in kwargs.items() if k != "hidden_states"]
         beside = any(value is part for parts in map(_parts, made) for part in parts for value in others)
-        if layer is not layers[len(made) % len(layers)] or (before and taken is not before[0]) or beside:
+        fits = all(part.dim() == 3 and part.shape[0] == 1 for part in _parts(output)[:1])  # [1, T, N]
+        follows = layer is layers[len(made) % len(layers)] and (not before or taken is before[0])
+        if not fits or not follows or beside:
             raise UnsupportedModel(
                 f"{name} hands more than hidden states from layer to layer, or not each layer's to the next; "
                 f"{_mend(stage)}"

@@ -262,7 +262,7 @@ def test_fingerprints_tell_weights_apart(directories: dict[str, str], tmp_path: 
     assert load(str(tmp_path)).info.fingerprint != load(directories["llama"]).info.fingerprint
 
 
-@pytest.mark.parametrize(("given", "kept"), [(-1, ()), ([2, VOCAB, -5], (2,)), ([], ())])
+@pytest.mark.parametrize(("given", "kept"), [(-1, ()), ([2, VOCAB, -5], (2,)), ([], ()), (None, (2,))])
 def test_ids_that_end_an_answer_are_ids_of_the_model(tmp_path: Path, given: object, kept: tuple[int, ...]) -> None:
     directory = save(tmp_path, "LlamaConfig")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,29 @@ def test_a_directory_without_weights(llama: str, tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
-def test_corrupt_weights(llama: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda whole: b"\x10" * 100, r"damaged or cut short \(.*header too large\); copy it anew"),
+        (lambda whole: whole[: len(whole) // 2], r"damaged or cut short \(.*not fully covered\); copy it anew"),
+        (lambda whole: b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer; fetch what it stands for"),
+    ],
+    ids=["damaged", "cut short", "a pointer"],
+)
+def test_a_file_that_is_not_whole_is_named(
+    damage: Callable[[bytes], bytes], why: str, llama: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
-    (tmp_path / "model.safetensors").write_bytes(b"\x10" * 100)
-    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+    (tmp_path / "model.safetensors").write_bytes(damage((Path(llama) / "model.safetensors").read_bytes()))
+    with pytest.raises(UnsupportedModel, match=rf"cannot be loaded: model\.safetensors is {why}"):
+        load(str(tmp_path))
+
+
+def test_of_shards_the_one_that_is_cut_short_is_named(llama: str, tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path, max_shard_size="100KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UnsupportedModel, match=f"cannot be loaded: {shard.name} is damaged or cut short"):
         load(str(tmp_path))
 
 
@@ -146,6 +166,17 @@ def test_an_eos_that_is_no_token(llama: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": true}')
     with pytest.raises(UnsupportedModel, match=r"eos_token_id of the model is \(True,\); give a token id"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["[]", "{bad"])
+def test_a_generation_config_that_cannot_be_read(llama: str, tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(text)
+    (tmp_path / "model.safetensors").write_bytes((Path(llama) / "model.safetensors").read_bytes())
+    with pytest.raises(
+        UnsupportedModel, match=r"/generation_config\.json holds no JSON object .*; mend it, or remove it"
+    ):
         load(str(tmp_path))
 
 

@@ -82,6 +82,18 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, config: dict[str, Any]
         describe(str(save(tmp_path, **config)))
 
 
+@pytest.mark.parametrize(
+    ("module", "part"),
+    [("lm_head", "base_layer.weight"), ("model.embed_tokens", "lora_embedding_A")],
+)
+def test_heads_and_embeddings_are_not_served(tmp_path: Path, module: str, part: str) -> None:
+    """PEFT keeps the whole layer beside what is added to it."""
+    folder = save(tmp_path)
+    save_file({f"base_model.model.{module}.{part}": np.ones((4, 8), np.float32)}, folder / WEIGHTS)
+    with pytest.raises(AdapterError, match=f"changes {module}, and adapters of heads and embeddings are not served; "):
+        describe(str(folder))
+
+
 def test_files_that_are_not_there_or_broken_are_told(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"has no adapter_config.json; give a directory as PEFT saves one"):
         describe(str(tmp_path / "nowhere"))

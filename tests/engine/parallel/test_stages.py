@@ -229,6 +229,12 @@ def test_a_model_whose_layers_hand_on_more_than_hidden_states(directory: str) ->
     )
 
 
+def test_a_model_whose_layers_hand_on_several_hidden_states(tmp_path: Path) -> None:
+    """Gemma 3n's [altup inputs, 1, T, N], which no stage sends."""
+    with pytest.raises(UnsupportedModel, match=r"^Gemma3nForCausalLM hands more than hidden states from layer"):
+        cut(str(make_tiny_model("gemma3n_text", tmp_path / "gemma3n")), Stage(1, 2))
+
+
 def test_a_model_that_keeps_a_state_beside_kv(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedModel, match=r"^Lfm2ForCausalLM keeps a state beside KV, which is not cut in stages; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,13 @@ def test_a_checkpoint_of_compressed_tensors_is_served_as_its_library_reads_it(
         assert float((again - wanted).norm() / wanted.norm()) < 0.05
 
 
+def test_int8_of_a_model_with_experts_is_refused_by_its_format(tmp_path: Path) -> None:
+    model = make_tiny_model("mixtral", tmp_path / "model")
+    directory, _ = quantised(model, "W8A8", tmp_path / "made")
+    with pytest.raises(UnsupportedModel, match=r"format of quantization_config is int-quantized, which .*; give one"):
+        logits(directory)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_checkpoint_of_bitsandbytes(bits: int, model: Path, tmp_path: Path) -> None:
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4")
@@ -168,13 +176,82 @@ def test_fine_grained_fp8_is_read_by_blocks_of_the_size_that_its_config_says(
     check_differs_by_rounding_alone(logits(directories[1]), directories[0], model)
 
 
-def test_one_that_cannot_be_had_in_full_is_refused(model: Path, tmp_path: Path) -> None:
+def edited(model: Path, directory: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> Path:
+    """A copy, with what `change` has in the place of each weight."""
+    shutil.copytree(model, directory)
+    weights = load_file(model / "model.safetensors")
+    changed = {key: tensor for name, weight in weights.items() for key, tensor in change(name, weight).items()}
+    save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def in_fp8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    return {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+
+
+def in_int8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    scale = weight.abs().amax(1) / 127
+    return {name: (weight / scale[:, None]).round().to(torch.int8), name.replace("weight", "SCB"): scale}
+
+
+def packed(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name.replace("weight", "qweight"): torch.zeros(weight.shape[1] // 8, weight.shape[0], dtype=torch.int32)}
+
+
+def in_mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As gpt-oss has it: 16 bytes for 32 numbers, and an exponent."""
+    if name.endswith("_bias"):
+        return {name: weight}
+    shape = (*weight.shape[:-2], weight.shape[-1], weight.shape[-2] // 32)
+    made = {"blocks": torch.zeros(*shape, 16, dtype=torch.uint8), "scales": torch.zeros(shape, dtype=torch.uint8)}
+    return {f"{name}_{part}": tensor for part, tensor in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "change", "first"),
+    [
+        ("llama", "down_proj", in_fp8, "model.layers.0.mlp.down_proj.weight_scale"),
+        ("llama", "down_proj", in_int8, "model.layers.0.mlp.down_proj.SCB"),
+        ("llama", "down_proj", packed, "model.layers.0.mlp.down_proj.qweight"),
+        ("gpt_oss", ".down_proj", in_mxfp4, "model.layers.0.mlp.experts.down_proj_scales"),
+        ("mixtral", ".w1.", in_fp8, "model.layers.0.mlp.experts.0.w1.weight_scale"),
+    ],
+)
+def test_one_whose_config_says_nothing_of_it_is_refused(
+    kind: str, part: str, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], first: str, tmp_path: Path
+) -> None:
+    model = make_tiny_model(kind, tmp_path / "model")
+    directory = edited(model, tmp_path / "changed", lambda name, w: change(name, w) if part in name else {name: w})
+    with pytest.raises(UnsupportedModel, match=rf"has {first}, of .*, of which quantization_config in config\.json"):
+        logits(directory)
+
+
+def test_scales_of_keys_and_of_layers_that_are_left_out_are_passed_over(model: Path, tmp_path: Path) -> None:
+    def change(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scales = ("k_scale", "input_scale") if "k_proj" in name else ()
+        also = {name.replace("weight", scale): torch.ones(()) for scale in scales}
+        left_out = name.replace("layers.0", "layers.7")
+        return {name: weight, **also} | (in_fp8(left_out, weight) if left_out != name else {})
+
+    assert torch.equal(logits(edited(model, tmp_path / "changed", change)), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        (
+            {"quant_method": "higgs", "bits": 4},
+            "is quantised by higgs, which .* or by one of awq, bitsandbytes, compressed-tensors, fp8, gptq, mxfp4$",
+        ),
+        ({"bits": 4}, r"quantization_config in config\.json of model .* names no quant_method; give one of awq, "),
+        ("none", r"quantization_config in config\.json of model .* is 'none'; it is an object, and a model that"),
+        ([], r"quantization_config in config\.json of model .* is \[\]; it is an object, and a model that"),
+    ],
+)
+def test_one_that_cannot_be_had_in_full_is_refused(told: object, why: str, model: Path, tmp_path: Path) -> None:
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "higgs", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UnsupportedModel,
-        match=r"is quantised by higgs, which .* or by one of awq, bitsandbytes, compressed-ten",
-    ):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    with pytest.raises(UnsupportedModel, match=why):
         logits(tmp_path)

@@ -1,0 +1,105 @@
+"""Checkpoints that bring quantised weights: which are read, each by its own library, and their weights in full width.
+
+One whose config does not say what its files hold would be read as if its whole numbers were the weights: scales that
+nobody asked for tell it. int8.py is another matter, which rounds what was loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from engine.errors import UnsupportedModel
+
+ADVISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")  # methods that docs/serving.md names
+WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
+SCALE = re.compile(r"(?P<weight>.+)_scales?(_inv|_2)?")  # of a weight; an input's or a key's leaves weights as they are
+PACKED = re.compile(r"(?P<module>.+)\.(qweight|qzeros|scales?|SCB|weight_packed)")
+
+UNCONVERTED = ("int-quantized", "naive-quantized")  # formats of compressed-tensors that transformers has no experts of
+
+
+def method_of(config: Any) -> str | None:
+    """As its checkpoint names it, if it does; None: it says nothing of being quantised."""
+    told = getattr(config, "quantization_config", None)
+    return str(told.get("quant_method") or "") if isinstance(told, dict) else None
+
+
+def check(model: str, config: Any) -> None:
+    """Have transformers give a quantised checkpoint's weights in full, where it does. Raises UnsupportedModel where
+    nobody does."""
+    method = method_of(config)
+    if method is None:
+        return
+    if not method:
+        raise UnsupportedModel(
+            f"quantization_config in config.json of model {model!r} names no quant_method; give one of "
+            f"{', '.join(ADVISED)}, or of a model that is not quantised leave it out"
+        )
+    kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
+    able = {name for name, kind in kinds if "dequantize" in inspect.signature(kind.__init__).parameters}
+    if method in able:
+        config.quantization_config |= {"dequantize": True}
+    elif method not in WIDENED:
+        raise UnsupportedModel(
+            f"model {model!r} is quantised by {method}, which cannot be loaded in full width; give one that is not "
+            f"quantised, or by one of {', '.join(ADVISED)}"
+        )
+
+
+def why_not_converted(config: Any, error: Exception) -> str:
+    """What transformers, which failed to load it, does not say; nothing where it is something else."""
+    if method_of(config) != "compressed-tensors" or "conversion of the weights" not in str(error):
+        return ""
+    layout = config.quantization_config.get("format")
+    if layout not in UNCONVERTED:
+        return ""
+    return (
+        f"format of quantization_config is {layout}, which transformers does not convert for a model with experts; "
+        "give one in FP8 (float-quantized) or W4A16 (pack-quantized)"
+    )
+
+
+def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str]) -> None:
+    """Of the names that were `unexpected` in the files, none is of a quantised weight that was read as a plain one, or
+    not at all. Raises UnsupportedModel."""
+    parameters = {name for name, _ in loaded.named_parameters()}
+    for key in sorted(unexpected):
+        if _is_of_a_weight(key, parameters, unexpected):
+            raise UnsupportedModel(
+                f"model {model!r} has {key}, of a quantised weight, of which quantization_config in config.json says "
+                f"nothing; give a checkpoint whose config.json tells how it is quantised"
+            )
+
+
+def _is_of_a_weight(key: str, parameters: Collection[str], unexpected: Collection[str]) -> bool:
+    """Of the model's, that is, and not of a layer that it leaves out."""
+    if found := SCALE.fullmatch(key):
+        weight = found["weight"]  # perhaps one of many experts, which are no parameter each
+        return weight in parameters or (weight.endswith(".weight") and weight not in unexpected)
+    found = PACKED.fullmatch(key)
+    return found is not None and f"{found['module']}.weight" in parameters
+
+
+def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Plain linear layers in place of those that hold their weights otherwise, by their own library's arithmetic."""
+    if any(type(module).__module__.startswith("bitsandbytes") for module in model.modules()):
+        model.dequantize(dtype)
+        for weight in model.parameters():  # the others were loaded as they are in the files
+            weight.data = weight.data.to(dtype)
+    for name, module in list(model.named_modules()):
+        if not hasattr(module, "dequantize_weight"):  # GPTQModel's, of GPTQ and AWQ
+            continue
+        weight, bias = module.dequantize_weight().T.to(dtype).contiguous(), module.bias
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device=weight.device, dtype=dtype)
+        linear.weight.data = weight
+        if bias is not None:
+            linear.bias.data = bias.to(dtype)
+        model.set_submodule(name, linear)
