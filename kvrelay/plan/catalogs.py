@@ -9,11 +9,11 @@ from typing import Any
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer
 from placement.catalogs.guesses import Guesses, guesses_by
-from placement.catalogs.profile import ProfileCatalog
+from placement.catalogs.profile import ProfileCatalog, check_model
 from placement.catalogs.roofline import open_catalog
 from placement.checks.margin import load_margin
 from placement.latency.hardware import load_hardware
-from placement.latency.model_files import load_shape
+from placement.latency.model_files import load_shape, shape_if_known
 from placement.latency.model_shape import ModelShape
 from placement.latency.profile_file import read_profile
 from placement.papers import registry
@@ -46,8 +46,11 @@ def _limits(request: PlanRequest) -> dict[str, Any]:
 
 def _profile_catalog(request: PlanRequest) -> Catalog:
     cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
+    profiles = [read_profile(path) for path in request.profile]
+    if request.model is not None and (given := shape_if_known(request.model)) is not None:
+        check_model(profiles[0], given)  # the others are of the same
     guesses, shape = guesses_of(request), _shape(request) if request.speculative_model else None
-    return ProfileCatalog(*map(read_profile, request.profile), cost=cost, guesses=guesses, shape=shape)
+    return ProfileCatalog(*profiles, cost=cost, guesses=guesses, shape=shape)
 
 
 def guesses_of(request: PlanRequest) -> Guesses | None:
