@@ -174,7 +174,7 @@ class Provisioner:
     def _for_rate(self, designs: Sequence[Design], rate: float) -> list[RatedMix]:
         steps = max(1, round(rate / self.options.rate_step)) if self.options.rate_step else RATE_STEPS
         asking = [cheapest(search_space(design, rate, self.scenario, self.resource), steps) for design in designs]
-        return self._best_mixes(designs, rate / steps, asking, "mixes for the rate")
+        return self._best_mixes(designs, rate / steps, asking, self.interval_seeds, "mixes for the rate")
 
     def _within_budget(self, designs: Sequence[Design]) -> list[RatedMix]:
         budgets = self._budgets()
@@ -193,16 +193,16 @@ class Provisioner:
             )
             for design in designs
         ]
-        return self._best_mixes(designs, step, asking, "mixes within the budget")
+        return self._best_mixes(designs, step, asking, self.seeds, "mixes within the budget")
 
     def _limits(self, design: Design) -> list[Limit]:
         return [Limit(unit_costs=design.unit_costs(key), at_most=most) for key, most in self._budgets().items()]
 
     def _best_mixes(
-        self, designs: Sequence[Design], step: float, asking: Sequence[Asking], what: str
+        self, designs: Sequence[Design], step: float, asking: Sequence[Asking], seeds: tuple[int, ...], what: str
     ) -> list[RatedMix]:
         searches = [
-            DesignSearch(design=design, step=step, seeds=self.seeds, asking=asked)
+            DesignSearch(design=design, step=step, seeds=seeds, asking=asked)
             for design, asked in zip(designs, asking, strict=True)
         ]
         rated = []
