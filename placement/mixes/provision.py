@@ -32,6 +32,7 @@ from placement.mixes.search import cheapest, fastest, headroom
 from placement.mixes.simulations import DesignSearch, Simulations
 from placement.mixes.slowdowns import unloaded
 from placement.plan import Plan
+from placement.search.problem import ALIKE
 from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload
 
@@ -114,7 +115,7 @@ class Provisioner:
         rated = self._for_rate(able, self.question.rate) if self.question.rate else self._within_budget(able)
         if not rated:
             raise PlanError(self._why_nothing())
-        rated = sorted(self._with_highest_rates(rated), key=self._rank)
+        rated = self._in_order(self._with_highest_rates(rated))
         other = self._by_other_rules(rated[0])
         plan = plan_of(
             self.question,
@@ -223,6 +224,16 @@ class Provisioner:
         searches = [_highest_rate(mix, seed) for mix in rated for seed in self.interval_seeds]
         answers = iter(self.simulations.search("highest rates", searches))
         return [replace(mix, rates=tuple(_rate(next(answers), mix.step) for _ in self.interval_seeds)) for mix in rated]
+
+    def _in_order(self, rated: Sequence[RatedMix]) -> list[RatedMix]:
+        """The best first, but of those as good as that the cheapest, and of these the simplest."""
+        ranked = sorted(rated, key=self._rank)
+        best, taken = ranked[0], ranked[0].mix.total(self.resource)
+        alike = [mix for mix in ranked if mix.mean_rate >= (1 - ALIKE) * best.mean_rate]
+        if self.question.rate:
+            alike = [mix for mix in alike if math.isclose(mix.mix.total(self.resource), taken)]
+        alike.sort(key=lambda mix: (mix.mix.total("usd_per_hour"), not mix.mix.design.is_baseline))
+        return [*alike, *(mix for mix in ranked if mix not in alike)]
 
     def _rank(self, rated: RatedMix) -> tuple[float, float, str]:
         taken, rate, name = rated.mix.total(self.resource), rated.mean_rate, rated.mix.design.name

@@ -17,7 +17,8 @@ from placement.mixes.grid import Asking, GridPoint, Limit, Space, prompts_beside
 from placement.mixes.load import drawn_load, on_prefixes
 from placement.mixes.machines import MachineType
 from placement.mixes.options import Provisioning
-from placement.mixes.provision import provision
+from placement.mixes.provision import Provisioner, provision
+from placement.mixes.report.rated import RatedMix
 from placement.mixes.rules import rules_named
 from placement.mixes.scenario import LoadPoint, MixTargets, Scenario, simulate_point
 from placement.mixes.search import cheapest, fastest, headroom
@@ -209,6 +210,28 @@ def test_the_objective_and_the_budgets_decide() -> None:
     ask = PlanQuestion(slo=SLO, budget_usd_per_hour=math.inf, processes=0)
     found = plan(ask, replace(QUICK, designs=designs, budget_power=2500.0))
     assert all(one.watts <= 2500 for one in found.tried)
+
+
+def test_a_rate_that_is_hardly_higher_buys_nothing_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rates within one per cent the cheapest wins, and at one price the simplest; within five no win is sure."""
+    highest = {"BC": 25.1, "Baseline-B": 25.0, "CC": 24.9, "Baseline-C": 24.0, "BB": 10.0}
+
+    def rated(self: Provisioner, mixes: Sequence[RatedMix]) -> list[RatedMix]:
+        return [replace(mix, rates=(highest[mix.mix.design.name],)) for mix in mixes]
+
+    monkeypatch.setattr(Provisioner, "_with_highest_rates", rated)
+    ask = PlanQuestion(slo=SLO, budget_usd_per_hour=5.0, processes=0)
+
+    cheap, close = (plan(ask, replace(QUICK, designs=names)) for names in (tuple(highest), ("CC", "Baseline-C")))
+    assert [each.candidate.design for each in cheap.tried] == ["Baseline-B", "BC", "CC", "Baseline-C", "BB"]
+    assert cheap.advice[0] == (
+        "Do not disaggregate: Baseline-B (2) serves 1.00 times what BC (2,1) does within the same budget, for 3.60 USD "
+        "an hour against 4.60."
+    )
+    assert close.advice[0] == (
+        "Disaggregation makes no difference that is sure: CC (4,1) serves 1.04 times what Baseline-C (5) does within "
+        "the same budget."
+    )
 
 
 def test_a_plan_says_all_that_was_tried_with_intervals() -> None:
