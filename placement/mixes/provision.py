@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from placement.catalogs.base import PlanError
+from placement.goodput.bounds import sampled_rows
 from placement.goodput.runner import Progress, open_runner, used_cpu_s
 from placement.mixes.affordable import raise_if_all_too_dear, too_dear
 from placement.mixes.demand import rate_within, search_space
@@ -152,8 +153,9 @@ class Provisioner:
     def _is_able(self, design: Design) -> bool:
         """Whether requests alone meet the SLO on its machines."""
         first, second = design.machines
-        targets = self.scenario.targets
-        judgement = targets.judge(unloaded(first.latency, second.latency, self.scenario.load.source.first(SAMPLE)))
+        targets, source = self.scenario.targets, self.scenario.load.source
+        sample = source.without_prefixes(sampled_rows(source, most=SAMPLE))
+        judgement = targets.judge(unloaded(first.latency, second.latency, sample))
         worst = max(judgement.ratios, key=lambda name: judgement.ratios[name])
         if judgement.ratios[worst] >= 1:
             reason = f"{spoken(worst)} is {judgement.ratios[worst]:.2f} times its limit"

@@ -297,6 +297,14 @@ def test_a_slo_that_a_request_alone_misses_is_refused_with_the_reason() -> None:
     assert "alone" in found.refused["CC"]
 
 
+def test_a_trace_is_not_judged_by_how_it_begins() -> None:
+    """Its first requests, a fifteenth of all, cannot meet the SLO."""
+    rows = [[i / 100, 4000 if i < 4100 else 50, 5] for i in range(60_000)]
+    ask = PlanQuestion(slo=SLO, budget_usd_per_hour=1.8, processes=0)
+    found = provision(ask, shop(), from_rows(rows), options=replace(QUICK, designs=("Baseline-B",)))
+    assert found.chosen.goodput.value > 0
+
+
 def test_bad_input_is_a_sentence() -> None:
     def ask(**keys: object) -> PlanQuestion:
         return PlanQuestion(slo=SLO, processes=0, **keys)  # type: ignore[arg-type]
