@@ -48,15 +48,23 @@ def make_plan(request: PlanRequest, on_progress: OnProgress | None = None, on_fi
     requests = workload_of(request)
     open_catalogs = catalogs(request)
     beyond = _beyond_positions(request, open_catalogs[0], requests)
+    told = [f"{beyond}."] if beyond else []
     if len(open_catalogs) > 1:
         planned = _provisioned(request, open_catalogs, requests, on_progress)
+        told += _on_whole_nodes(request, open_catalogs)
     else:
         planned = _planned(request, open_catalogs[0], requests, on_progress, on_first)
     near = _nearest(planned, open_catalogs[0], requests) if len(open_catalogs) == 1 else ()
-    advice = planned.advice[:1] + ((f"{beyond}.",) if beyond else ()) + planned.advice[1:]  # behind the answer
-    told = sources(planned, request)
+    advice = (*planned.advice[:1], *told, *planned.advice[1:])  # behind the answer
     refused = {**planned.refused, **_never_cut(open_catalogs[0])}
-    return replace(planned, asked=asked(request), sources=told, nearest=near, advice=advice, refused=refused)
+    return replace(
+        planned,
+        asked=asked(request),
+        sources=sources(planned, request),
+        nearest=near,
+        advice=advice,
+        refused=refused,
+    )
 
 
 def _beyond_positions(request: PlanRequest, catalog: Catalog, requests: Workload) -> str:
@@ -278,6 +286,26 @@ def _provisioned(
         options=Provisioning(rules="live"),
         on_progress=on_progress,
     )
+
+
+def _on_whole_nodes(request: PlanRequest, kinds: Sequence[Catalog]) -> list[str]:
+    """That a machine is one, where nothing else was asked for and a smaller one has room."""
+    if request.tensor_parallel is not None:
+        return []
+    fitting = [{degrees.tp for degrees in _that_fit(catalog) if degrees.pp == 1} for catalog in kinds]
+    common = set.intersection(*fitting)
+    if not common or min(common) >= max(catalog.gpus_per_node for catalog in kinds):
+        return []
+    nodes = " or ".join(f"{catalog.gpus_per_node} x {catalog.hardware}" for catalog in kinds)
+    return [
+        f"With several kinds a machine is a whole node with one worker, {nodes}: --tensor-parallel {min(common)} makes "
+        "smaller ones, which may be cheaper."
+    ]
+
+
+def _that_fit(catalog: Catalog) -> list[Degrees]:
+    tried = catalog.degrees(catalog.gpus_per_node)
+    return [degrees for degrees in tried if isinstance(catalog.offer(degrees), Offer)]
 
 
 def machines_of(request: PlanRequest, kinds: Sequence[Catalog]) -> list[MachineType]:

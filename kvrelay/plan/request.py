@@ -25,6 +25,7 @@ SIZES = ("num_gpus", "rate", "budget")
 RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
 OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "num_prompts")
 WORKLOAD_KEYS = ("trace", *OF_TRACES, *RANDOM, "burstiness", "seed")
+OF_ONE_KIND = ("what_if", "max_pp", "algorithm")
 GUESSING = ("speculative_model", "acceptance_rate")
 PROMPT_LOOKUP = "prompt lookup"  # that there is no model for it
 MOST_GUESSES = knobs_of(DecodeOptions)["num_speculative_tokens"].le
@@ -199,9 +200,9 @@ class PlanRequest(Spec):
         if kind != "roofline" and len(self.hardware or ()) > 1:
             names = ", ".join(self.hardware or ())
             raise ValueError(f"`hardware` is {names}; a {kind} is of one kind of machine, give no more than one")
-        if self.what_if and len(self.hardware or ()) > 1:
+        if len(self.hardware or ()) > 1 and (one_kind := self._changed(OF_ONE_KIND)):
             names = ", ".join(self.hardware or ())
-            raise ValueError(f"`what_if` is of one kind of machine and `hardware` is {names}; give one of them")
+            raise ValueError(f"`{one_kind[0]}` is of one kind of machine and `hardware` is {names}; give one of them")
 
     def _check_guesses(self) -> None:
         asked, chance = self.num_speculative_tokens, self.acceptance_rate

@@ -423,6 +423,9 @@ def test_several_kinds_of_hardware_are_provisioned(monkeypatch: pytest.MonkeyPat
     assert [machine.short for machine in machines] == ["A", "H", "Hcap"]
     assert [machine.gpus for machine in machines] == [8, 8, 8]
     assert (ask.rate, ask.objective, options.rules) == (20.0, "cost", "live")
+    hint = "--tensor-parallel 2 makes smaller ones, which may be cheaper"
+    assert hint in " ".join(run("--model", "llama-2-70b", *kinds, *LENGTHS, *TARGETS).stdout.split())
+    assert "makes smaller ones" not in run(*MODEL, *kinds, *LENGTHS, *TARGETS, "--tensor-parallel", "2").stdout
 
 
 @pytest.mark.parametrize(
