@@ -311,6 +311,8 @@ def _that_fit(catalog: Catalog) -> list[Degrees]:
 def machines_of(request: PlanRequest, kinds: Sequence[Catalog]) -> list[MachineType]:
     """What is provisioned of several kinds. Raises PlanError."""
     names = [catalog.hardware for catalog in kinds]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PlanError(f"name is {twice} in two hardware files; give each its own")
     return [machine for catalog in kinds for machine in _machines(request, catalog, names)]
 
 
@@ -318,20 +320,27 @@ def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> l
     """A worker of it, of a whole node where nothing else is asked; and the same under each power cap of its file."""
     short = short_name(catalog.hardware, names)
     whole = machine_of(catalog, Degrees(request.tensor_parallel or catalog.gpus_per_node), short=short)
-    full = replace(whole, title=gpu_name(catalog.hardware))
+    full = replace(whole, title=gpu_name(catalog.hardware, names))
     roofline = _roofline(catalog)
     caps = roofline.machine.power_caps if roofline is not None else ()
     return [full, *(capped(full, cap) for cap in caps)]
 
 
-def gpu_name(hardware: str) -> str:
-    """H100 of "NVIDIA H100 SXM 80 GB"; the first word where none looks like it."""
+def gpu_name(hardware: str, among: Sequence[str] = ()) -> str:
+    """H100 of "NVIDIA H100 SXM 80 GB", or H100-SXM where one of the others is an H100, too; its first word where none
+    looks like a GPU's."""
+    words, others = _from_gpu_on(hardware), [_from_gpu_on(name) for name in among if name != hardware]
+    enough = (count for count in range(1, len(words)) if all(other[:count] != words[:count] for other in others))
+    return "-".join(words[: next(enough, len(words))])
+
+
+def _from_gpu_on(hardware: str) -> list[str]:
     word = re.search(r"\b[A-Z]+\d+\w*", hardware)
-    return word[0] if word else hardware.split()[0]
+    return hardware[word.start() if word else 0 :].split()
 
 
 def short_name(hardware: str, among: Sequence[str]) -> str:
-    """H of "NVIDIA H100 SXM 80 GB" where no other begins with it, else H100."""
-    own = gpu_name(hardware)
-    alike = [name for name in among if gpu_name(name)[:1] == own[:1]]
-    return own[:1].upper() if len(alike) == 1 else own
+    """H of "NVIDIA H100 SXM 80 GB" where no other begins with it, else H100, else H100SXM."""
+    letter = gpu_name(hardware)[:1]
+    alike = [name for name in among if gpu_name(name)[:1] == letter]
+    return letter.upper() if len(alike) == 1 else gpu_name(hardware, among).replace("-", "")
