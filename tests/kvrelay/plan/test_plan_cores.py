@@ -97,6 +97,20 @@ def test_each_is_written_as_a_spec_that_pins_as_many_cores(name: str, tmp_path: 
     assert [worker.engine["threads"] for worker in workers] == [len(worker.cpus) for worker in workers]
 
 
+def test_a_directory_that_a_profile_has_no_path_of_is_asked_for(tmp_path: Path) -> None:
+    asked_for = request(tmp_path).model_copy(update={"model": None})
+    text, _, notes = cluster_spec(planned(arrangements()["a pair"], asked_for), asked_for)
+    assert notes == (
+        "cluster.yaml has model a-model, as pair.json calls it, which kvrelay up may not find; give --model its "
+        "directory, or write that there",
+    )
+    assert text.startswith(f"# Note: {notes[0]}\n")
+    for path in asked_for.profile:
+        known = read_profile(path)
+        write_profile(replace(known, model={**known.model, "name": "somebody/a-model"}), path)
+    assert cluster_spec(planned(arrangements()["a pair"], asked_for), asked_for)[2] == ()
+
+
 def test_what_was_measured_with_few_bits_is_written_so(tmp_path: Path) -> None:
     asked_for, narrow = request(tmp_path), {"quantization": "int8", "kv_dtype": "int8"}
     found = planned(arrangements()["a pair"], asked_for)
