@@ -136,15 +136,6 @@ class PlanRequest(Spec):
                 raise ValueError(f"{name} is there twice; give each kind of machine once")
         return value
 
-    @field_validator("classes", mode="after")
-    @classmethod
-    def _own_names(cls, value: tuple[PlanClass, ...]) -> tuple[PlanClass, ...]:
-        names = [each.name for each in value]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"the name {name} is there twice; give each class its own")
-        return value
-
     @model_validator(mode="after")
     def _makes_sense(self) -> PlanRequest:
         self._check_size()
@@ -172,6 +163,9 @@ class PlanRequest(Spec):
             raise ValueError(f"`{own[0]}` does not go with `classes`; give each class its own targets")
         if not self.classes and not own:
             raise ValueError("no target is given; give `ttft`, `tpot` or both, or `classes` with targets")
+        names = [each.name for each in self.classes]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"`classes` has the name {twice} twice; give each class its own")
 
     def _check_workload(self) -> None:
         asked, random = self.workload, self._changed(RANDOM)

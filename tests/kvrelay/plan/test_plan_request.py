@@ -85,6 +85,10 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
             "--ttft does not go with --class; give each class its own targets",
         ),
         (
+            {"ttft": None, "classes": [{"name": "a", "ttft": "1s"}, {"name": "a", "ttft": "2s"}]},
+            "--class has the name a twice; give each class its own",
+        ),
+        (
             {"acceptance_rate": 0.5},
             "--acceptance-rate is 0.5 and nothing is guessed; give --num-speculative-tokens, too",
         ),
