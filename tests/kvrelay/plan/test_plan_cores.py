@@ -23,6 +23,7 @@ from kvrelay.simulate.simulation import source_of
 from placement.build.from_offers import mixed_of, offers_of, pair_of
 from placement.catalogs.base import Degrees, PlanError
 from placement.catalogs.profile import ProfileCatalog
+from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.profile_file import read_profile, write_profile
 from placement.plan import Candidate, Plan, Slo
@@ -178,6 +179,15 @@ def test_a_profile_is_of_one_model(tmp_path: Path) -> None:
         source_of(pair, hardware=None, profile=asked_for.profile[0], model=None)
     assert catalogs(asked_for.model_copy(update={"model": None}))
     assert catalogs(asked_for.model_copy(update={"model": "somebody/a-model"})), "no config tells of it"
+
+
+def test_cores_have_no_price_of_gpus(tmp_path: Path) -> None:
+    asked_for = request(tmp_path)
+    priced = catalogs(asked_for.model_copy(update={"hardware": ("cpu-generic",)}))[0]
+    assert priced.cost == load_hardware("cpu-generic").cost()
+    says = "^hardware is NVIDIA H100 SXM 80 GB, whose price is a GPU's, and pair.json is of workers on cores; give a"
+    with pytest.raises(PlanError, match=says):
+        catalogs(asked_for.model_copy(update={"hardware": ("h100-sxm",)}))
 
 
 def test_profiles_are_named_by_a_flag_each_or_by_a_list_in_a_file(tmp_path: Path) -> None:
