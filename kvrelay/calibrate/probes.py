@@ -212,8 +212,9 @@ def _decode_samples(outcomes: Sequence[Outcome]) -> list[DecodeSample]:
 
 
 def _decode_sample(outcomes: Sequence[Outcome]) -> DecodeSample | None:
-    """Between the last first token of the decode worker and the first end, by the client's clock."""
-    begun_s = max((outcome.token_times_s[1] for outcome in outcomes if outcome.output_len > 1), default=0.0)
+    """Between the last first token of the decode worker and the first end, by the client's clock. One message may have
+    brought several tokens: then nothing tells their steps apart."""
+    begun_s = max((outcome.token_times_s[1] for outcome in outcomes if len(outcome.token_times_s) > 1), default=0.0)
     ended_s = min(outcome.token_times_s[-1] for outcome in outcomes)
     inside = [[at for at in outcome.token_times_s if begun_s <= at <= ended_s] for outcome in outcomes]
     steps = min(len(times) for times in inside) - 1

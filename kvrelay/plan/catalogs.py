@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrelay.plan.request import PlanRequest
-from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer
+from placement.catalogs.base import Catalog, Degrees, MachineCost, Offer, PlanError
 from placement.catalogs.guesses import Guesses, guesses_by
-from placement.catalogs.profile import ProfileCatalog
+from placement.catalogs.profile import ProfileCatalog, check_model
 from placement.catalogs.roofline import open_catalog
 from placement.checks.margin import load_margin
-from placement.latency.hardware import load_hardware
-from placement.latency.model_files import load_shape
+from placement.latency.hardware import Hardware, load_hardware
+from placement.latency.model_files import load_shape, shape_if_known
 from placement.latency.model_shape import ModelShape
+from placement.latency.profile import Profile
 from placement.latency.profile_file import read_profile
 from placement.papers import registry
 
@@ -45,9 +46,22 @@ def _limits(request: PlanRequest) -> dict[str, Any]:
 
 
 def _profile_catalog(request: PlanRequest) -> Catalog:
-    cost = load_hardware(request.hardware[0]).cost() if request.hardware else None
+    profiles = [read_profile(path) for path in request.profile]
+    cost = _cost(load_hardware(request.hardware[0]), profiles[0]) if request.hardware else None
+    if request.model is not None and (given := shape_if_known(request.model)) is not None:
+        check_model(profiles[0], given)  # the others are of the same
     guesses, shape = guesses_of(request), _shape(request) if request.speculative_model else None
-    return ProfileCatalog(*map(read_profile, request.profile), cost=cost, guesses=guesses, shape=shape)
+    return ProfileCatalog(*profiles, cost=cost, guesses=guesses, shape=shape)
+
+
+def _cost(hardware: Hardware, profile: Profile) -> MachineCost:
+    """Raises PlanError where it is of GPUs, and what was measured are cores."""
+    if profile.threads and hardware.unit != "core":
+        raise PlanError(
+            f"hardware is {hardware.name}, whose price is a {hardware.unit}'s, and {profile.name} is of workers on "
+            "cores; give a file whose unit is core, such as cpu-generic"
+        )
+    return hardware.cost()
 
 
 def guesses_of(request: PlanRequest) -> Guesses | None:

@@ -123,11 +123,16 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
         speculative_model=loadable_name(request.speculative_model) if request.speculative_model else "",
         draft_bytes_per_token=int(guesses.kv_bytes_per_token) if guesses is not None else 0,
     )
-    text = cluster.spec_text(plan, placement, data, command_of(request))
-    if not why_not:
-        return text, "", ()
-    note = f"cluster.yaml has the best that kvrelay up starts, {placement.candidate.label}: {why_not}"
-    return f"# Note: {note}\n{text}", "", (note,)
+    notes = []
+    if why_not:
+        notes.append(f"cluster.yaml has the best that kvrelay up starts, {placement.candidate.label}: {why_not}")
+    if request.model is None and "/" not in model:  # what the profile's workers called a directory
+        notes.append(
+            f"cluster.yaml has model {model}, as {request.profile[0].name} calls it, which kvrelay up may not find; "
+            "give --model its directory, or write that there"
+        )
+    told = "".join(f"# Note: {note}\n" for note in notes)
+    return f"{told}{cluster.spec_text(plan, placement, data, command_of(request))}", "", tuple(notes)
 
 
 def _measured(request: PlanRequest) -> dict[str, str]:

@@ -48,15 +48,23 @@ def make_plan(request: PlanRequest, on_progress: OnProgress | None = None, on_fi
     requests = workload_of(request)
     open_catalogs = catalogs(request)
     beyond = _beyond_positions(request, open_catalogs[0], requests)
+    told = [f"{beyond}."] if beyond else []
     if len(open_catalogs) > 1:
         planned = _provisioned(request, open_catalogs, requests, on_progress)
+        told += _on_whole_nodes(request, open_catalogs)
     else:
         planned = _planned(request, open_catalogs[0], requests, on_progress, on_first)
     near = _nearest(planned, open_catalogs[0], requests) if len(open_catalogs) == 1 else ()
-    advice = planned.advice[:1] + ((f"{beyond}.",) if beyond else ()) + planned.advice[1:]  # behind the answer
-    told = sources(planned, request)
+    advice = (*planned.advice[:1], *told, *planned.advice[1:])  # behind the answer
     refused = {**planned.refused, **_never_cut(open_catalogs[0])}
-    return replace(planned, asked=asked(request), sources=told, nearest=near, advice=advice, refused=refused)
+    return replace(
+        planned,
+        asked=asked(request),
+        sources=sources(planned, request),
+        nearest=near,
+        advice=advice,
+        refused=refused,
+    )
 
 
 def _beyond_positions(request: PlanRequest, catalog: Catalog, requests: Workload) -> str:
@@ -280,9 +288,31 @@ def _provisioned(
     )
 
 
+def _on_whole_nodes(request: PlanRequest, kinds: Sequence[Catalog]) -> list[str]:
+    """That a machine is one, where nothing else was asked for and a smaller one has room."""
+    if request.tensor_parallel is not None:
+        return []
+    fitting = [{degrees.tp for degrees in _that_fit(catalog) if degrees.pp == 1} for catalog in kinds]
+    common = set.intersection(*fitting)
+    if not common or min(common) >= max(catalog.gpus_per_node for catalog in kinds):
+        return []
+    nodes = " or ".join(f"{catalog.gpus_per_node} x {catalog.hardware}" for catalog in kinds)
+    return [
+        f"With several kinds a machine is a whole node with one worker, {nodes}: --tensor-parallel {min(common)} makes "
+        "smaller ones, which may be cheaper."
+    ]
+
+
+def _that_fit(catalog: Catalog) -> list[Degrees]:
+    tried = catalog.degrees(catalog.gpus_per_node)
+    return [degrees for degrees in tried if isinstance(catalog.offer(degrees), Offer)]
+
+
 def machines_of(request: PlanRequest, kinds: Sequence[Catalog]) -> list[MachineType]:
     """What is provisioned of several kinds. Raises PlanError."""
     names = [catalog.hardware for catalog in kinds]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise PlanError(f"name is {twice} in two hardware files; give each its own")
     return [machine for catalog in kinds for machine in _machines(request, catalog, names)]
 
 
@@ -290,20 +320,27 @@ def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> l
     """A worker of it, of a whole node where nothing else is asked; and the same under each power cap of its file."""
     short = short_name(catalog.hardware, names)
     whole = machine_of(catalog, Degrees(request.tensor_parallel or catalog.gpus_per_node), short=short)
-    full = replace(whole, title=gpu_name(catalog.hardware))
+    full = replace(whole, title=gpu_name(catalog.hardware, names))
     roofline = _roofline(catalog)
     caps = roofline.machine.power_caps if roofline is not None else ()
     return [full, *(capped(full, cap) for cap in caps)]
 
 
-def gpu_name(hardware: str) -> str:
-    """H100 of "NVIDIA H100 SXM 80 GB"; the first word where none looks like it."""
+def gpu_name(hardware: str, among: Sequence[str] = ()) -> str:
+    """H100 of "NVIDIA H100 SXM 80 GB", or H100-SXM where one of the others is an H100, too; its first word where none
+    looks like a GPU's."""
+    words, others = _from_gpu_on(hardware), [_from_gpu_on(name) for name in among if name != hardware]
+    enough = (count for count in range(1, len(words)) if all(other[:count] != words[:count] for other in others))
+    return "-".join(words[: next(enough, len(words))])
+
+
+def _from_gpu_on(hardware: str) -> list[str]:
     word = re.search(r"\b[A-Z]+\d+\w*", hardware)
-    return word[0] if word else hardware.split()[0]
+    return hardware[word.start() if word else 0 :].split()
 
 
 def short_name(hardware: str, among: Sequence[str]) -> str:
-    """H of "NVIDIA H100 SXM 80 GB" where no other begins with it, else H100."""
-    own = gpu_name(hardware)
-    alike = [name for name in among if gpu_name(name)[:1] == own[:1]]
-    return own[:1].upper() if len(alike) == 1 else own
+    """H of "NVIDIA H100 SXM 80 GB" where no other begins with it, else H100, else H100SXM."""
+    letter = gpu_name(hardware)[:1]
+    alike = [name for name in among if gpu_name(name)[:1] == letter]
+    return letter.upper() if len(alike) == 1 else gpu_name(hardware, among).replace("-", "")

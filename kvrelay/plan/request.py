@@ -25,6 +25,7 @@ SIZES = ("num_gpus", "rate", "budget")
 RANDOM = ("random_input_len", "random_output_len", "random_range_ratio")
 OF_TRACES = ("trace_scale", "trace_timestamps", "max_input_len", "max_output_len", "num_prompts")
 WORKLOAD_KEYS = ("trace", *OF_TRACES, *RANDOM, "burstiness", "seed")
+OF_ONE_KIND = ("what_if", "max_pp", "algorithm")
 GUESSING = ("speculative_model", "acceptance_rate")
 PROMPT_LOOKUP = "prompt lookup"  # that there is no model for it
 MOST_GUESSES = knobs_of(DecodeOptions)["num_speculative_tokens"].le
@@ -135,15 +136,6 @@ class PlanRequest(Spec):
                 raise ValueError(f"{name} is there twice; give each kind of machine once")
         return value
 
-    @field_validator("classes", mode="after")
-    @classmethod
-    def _own_names(cls, value: tuple[PlanClass, ...]) -> tuple[PlanClass, ...]:
-        names = [each.name for each in value]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"the name {name} is there twice; give each class its own")
-        return value
-
     @model_validator(mode="after")
     def _makes_sense(self) -> PlanRequest:
         self._check_size()
@@ -171,6 +163,9 @@ class PlanRequest(Spec):
             raise ValueError(f"`{own[0]}` does not go with `classes`; give each class its own targets")
         if not self.classes and not own:
             raise ValueError("no target is given; give `ttft`, `tpot` or both, or `classes` with targets")
+        names = [each.name for each in self.classes]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"`classes` has the name {twice} twice; give each class its own")
 
     def _check_workload(self) -> None:
         asked, random = self.workload, self._changed(RANDOM)
@@ -199,9 +194,9 @@ class PlanRequest(Spec):
         if kind != "roofline" and len(self.hardware or ()) > 1:
             names = ", ".join(self.hardware or ())
             raise ValueError(f"`hardware` is {names}; a {kind} is of one kind of machine, give no more than one")
-        if self.what_if and len(self.hardware or ()) > 1:
+        if len(self.hardware or ()) > 1 and (one_kind := self._changed(OF_ONE_KIND)):
             names = ", ".join(self.hardware or ())
-            raise ValueError(f"`what_if` is of one kind of machine and `hardware` is {names}; give one of them")
+            raise ValueError(f"`{one_kind[0]}` is of one kind of machine and `hardware` is {names}; give one of them")
 
     def _check_guesses(self) -> None:
         asked, chance = self.num_speculative_tokens, self.acceptance_rate

@@ -24,12 +24,12 @@ from kvrelay.bench.workload import source_workload
 from placement.build.from_spec import latency_error, latency_sources, mixed_spec, not_simulated, sim_cluster
 from placement.build.sources import ProfileWorkers, RooflineWorkers, WorkerSource, num_guesses
 from placement.catalogs.base import PlanError
+from placement.catalogs.profile import check_model
 from placement.goodput.estimate import Effort, burst, estimate
 from placement.goodput.targets import Targets
 from placement.latency.base import LatencyError
 from placement.latency.hardware import load_hardware
-from placement.latency.model_files import load_shape
-from placement.latency.model_shape import ModelShape
+from placement.latency.model_files import load_shape, shape_if_known
 from placement.latency.profile_file import read_profile
 from placement.plan import Interval, RatePoint, Slo, to_json
 from placement.simulator.cluster import SetupError
@@ -90,7 +90,10 @@ def source_of(
         given = "both --hardware and --profile are" if hardware else "neither --hardware nor --profile is"
         raise PlanError(f"{given} given; give one: a name of configs/hardware, or what kvrelay calibrate measured")
     if profile is not None:
-        return ProfileWorkers(read_profile(profile), _shape_if_known(model or spec.model), acceptance_rate)
+        measured, shape = read_profile(profile), shape_if_known(model or spec.model)
+        if shape is not None:
+            check_model(measured, shape)
+        return ProfileWorkers(measured, shape, acceptance_rate)
     assert hardware is not None
     return RooflineWorkers(load_shape(model or spec.model), load_hardware(hardware), acceptance_rate)
 
@@ -102,13 +105,6 @@ def _check_acceptance(spec: ClusterSpec, rate: float) -> None:
         raise PlanError(
             f"--acceptance-rate is {rate:g}, but no pool guesses tokens ahead; give --num-speculative-tokens, too"
         )
-
-
-def _shape_if_known(model: str) -> ModelShape | None:
-    try:
-        return load_shape(model)
-    except PlanError:
-        return None
 
 
 def traffic_of(options: WorkloadOptions) -> Traffic:

@@ -17,6 +17,8 @@ from placement.latency.profile import Profile, SlowdownPoint
 from placement.latency.profile_latency import ProfileLatency
 
 NARROWED = ("quantization", "kv_dtype")  # what workers say of themselves where they hold numbers in few bits
+UNCOUNTED = 0.15  # of a model's parameters: in a tower for images, which a config's count leaves out
+MISCOUNTED = 0.05  # of a family whose config does not say all
 
 
 class ProfileCatalog:
@@ -93,6 +95,19 @@ class ProfileCatalog:
 
 def degrees_of(profile: Profile) -> Degrees:
     return Degrees(profile.tp, profile.pp, profile.threads)
+
+
+def check_model(profile: Profile, shape: ModelShape) -> None:
+    """Raises PlanError for a model that the profile cannot be of. Few bits change no count; a profile that does not
+    say its own is believed."""
+    measured = profile.model.get("num_params")
+    if not isinstance(measured, int) or 1 - MISCOUNTED <= measured / shape.num_params <= 1 + UNCOUNTED:
+        return
+    name = profile.model.get("name", "a model")
+    raise PlanError(
+        f"model is {shape.name}, of {shape.num_params:,} parameters, and {profile.name} was measured of {name}, of "
+        f"{measured:,}; give the model that was measured, or calibrate this one"
+    )
 
 
 def _check(profiles: Sequence[Profile]) -> None:

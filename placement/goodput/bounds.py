@@ -65,13 +65,13 @@ def cached_len(offer: Offer, workload: Workload) -> Ints:
     return most // offer.page_size * offer.page_size
 
 
-def sampled_rows(workload: Workload, among: Ints | None = None) -> Ints:
+def sampled_rows(workload: Workload, among: Ints | None = None, most: int = SAMPLE) -> Ints:
     """The requests that are looked at, the same each time: any, as a trace's first ones may be unlike the rest, and of
     prompts that share prefixes find less cached."""
     rows = np.arange(len(workload)) if among is None else among
-    if len(rows) <= SAMPLE:
+    if len(rows) <= most:
         return rows
-    drawn: Ints = np.sort(np.random.default_rng(0).choice(rows, size=SAMPLE, replace=False))
+    drawn: Ints = np.sort(np.random.default_rng(0).choice(rows, size=most, replace=False))
     return drawn
 
 

@@ -35,6 +35,14 @@ def load_shape(model: str | Path) -> ModelShape:
     return shape_of(config, name=name)
 
 
+def shape_if_known(model: str) -> ModelShape | None:
+    """None where no config tells, as of a hub id."""
+    try:
+        return load_shape(model)
+    except PlanError:
+        return None
+
+
 def known_models() -> list[str]:
     return names_of("models", ".json")
 

@@ -19,9 +19,10 @@ class Provisioning:
     """`designs`: names; all that the machines make when None. `slowdowns`: another kind of SLO, in place of the
     question's. `budget_power`: watts, or the machines' unit, beside the question's own budget, which may be infinite.
     `rules`: live, or a name of placement/papers/registry.py. `apart`: draw prompt and output lengths each by itself.
-    `seconds`, `min_requests`: how long a draw is, whichever is more. `seeds`: draws that a mix must hold;
-    `interval_seeds`: draws that its highest rate is looked for on. `rate_step`: of the grid of rates, requests/s; a
-    fiftieth of the rate when None. `compare_rules`: say what the chosen mix does by other rules too.
+    `seconds`, `min_requests`: how long a draw is, whichever is more. `interval_seeds`: draws that a mix's highest rate
+    is looked for on, and that it must hold a rate on; `seeds`: those of them that find what a budget buys.
+    `rate_step`: of the grid of rates, requests/s; a fiftieth of the rate when None. `compare_rules`: say what the
+    chosen mix does by other rules too.
     """
 
     designs: tuple[str, ...] | None = None

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from placement.catalogs.base import PlanError
+from placement.goodput.bounds import sampled_rows
 from placement.goodput.runner import Progress, open_runner, used_cpu_s
 from placement.mixes.affordable import raise_if_all_too_dear, too_dear
 from placement.mixes.demand import rate_within, search_space
@@ -32,6 +33,7 @@ from placement.mixes.search import cheapest, fastest, headroom
 from placement.mixes.simulations import DesignSearch, Simulations
 from placement.mixes.slowdowns import unloaded
 from placement.plan import Plan
+from placement.search.problem import ALIKE
 from placement.search.question import PlanQuestion
 from placement.workload.requests import Workload
 
@@ -114,7 +116,7 @@ class Provisioner:
         rated = self._for_rate(able, self.question.rate) if self.question.rate else self._within_budget(able)
         if not rated:
             raise PlanError(self._why_nothing())
-        rated = sorted(self._with_highest_rates(rated), key=self._rank)
+        rated = self._in_order(self._with_highest_rates(rated))
         other = self._by_other_rules(rated[0])
         plan = plan_of(
             self.question,
@@ -151,8 +153,9 @@ class Provisioner:
     def _is_able(self, design: Design) -> bool:
         """Whether requests alone meet the SLO on its machines."""
         first, second = design.machines
-        targets = self.scenario.targets
-        judgement = targets.judge(unloaded(first.latency, second.latency, self.scenario.load.source.first(SAMPLE)))
+        targets, source = self.scenario.targets, self.scenario.load.source
+        sample = source.without_prefixes(sampled_rows(source, most=SAMPLE))
+        judgement = targets.judge(unloaded(first.latency, second.latency, sample))
         worst = max(judgement.ratios, key=lambda name: judgement.ratios[name])
         if judgement.ratios[worst] >= 1:
             reason = f"{spoken(worst)} is {judgement.ratios[worst]:.2f} times its limit"
@@ -174,7 +177,7 @@ class Provisioner:
     def _for_rate(self, designs: Sequence[Design], rate: float) -> list[RatedMix]:
         steps = max(1, round(rate / self.options.rate_step)) if self.options.rate_step else RATE_STEPS
         asking = [cheapest(search_space(design, rate, self.scenario, self.resource), steps) for design in designs]
-        return self._best_mixes(designs, rate / steps, asking, "mixes for the rate")
+        return self._best_mixes(designs, rate / steps, asking, self.interval_seeds, "mixes for the rate")
 
     def _within_budget(self, designs: Sequence[Design]) -> list[RatedMix]:
         budgets = self._budgets()
@@ -193,16 +196,16 @@ class Provisioner:
             )
             for design in designs
         ]
-        return self._best_mixes(designs, step, asking, "mixes within the budget")
+        return self._best_mixes(designs, step, asking, self.seeds, "mixes within the budget")
 
     def _limits(self, design: Design) -> list[Limit]:
         return [Limit(unit_costs=design.unit_costs(key), at_most=most) for key, most in self._budgets().items()]
 
     def _best_mixes(
-        self, designs: Sequence[Design], step: float, asking: Sequence[Asking], what: str
+        self, designs: Sequence[Design], step: float, asking: Sequence[Asking], seeds: tuple[int, ...], what: str
     ) -> list[RatedMix]:
         searches = [
-            DesignSearch(design=design, step=step, seeds=self.seeds, asking=asked)
+            DesignSearch(design=design, step=step, seeds=seeds, asking=asked)
             for design, asked in zip(designs, asking, strict=True)
         ]
         rated = []
@@ -223,6 +226,16 @@ class Provisioner:
         searches = [_highest_rate(mix, seed) for mix in rated for seed in self.interval_seeds]
         answers = iter(self.simulations.search("highest rates", searches))
         return [replace(mix, rates=tuple(_rate(next(answers), mix.step) for _ in self.interval_seeds)) for mix in rated]
+
+    def _in_order(self, rated: Sequence[RatedMix]) -> list[RatedMix]:
+        """The best first, but of those as good as that the cheapest, and of these the simplest."""
+        ranked = sorted(rated, key=self._rank)
+        best, taken = ranked[0], ranked[0].mix.total(self.resource)
+        alike = [mix for mix in ranked if mix.mean_rate >= (1 - ALIKE) * best.mean_rate]
+        if self.question.rate:
+            alike = [mix for mix in alike if math.isclose(mix.mix.total(self.resource), taken)]
+        alike.sort(key=lambda mix: (mix.mix.total("usd_per_hour"), not mix.mix.design.is_baseline))
+        return [*alike, *(mix for mix in ranked if mix not in alike)]
 
     def _rank(self, rated: RatedMix) -> tuple[float, float, str]:
         taken, rate, name = rated.mix.total(self.resource), rated.mean_rate, rated.mix.design.name

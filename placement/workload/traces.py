@@ -31,6 +31,7 @@ MOST_LENGTH = 1_000_000_000  # tokens
 MOST_FIELD = 2**30  # characters of a CSV's field: prompts may stand beside their lengths
 MOST_PRIORITY = 2**31 - 1  # that a request can carry
 WHOLE_PRIORITY = f"a whole number of {-MOST_PRIORITY} to {MOST_PRIORITY}, 0 for most"
+PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PK\x03\x04")  # how gzip, zstd, xz and zip begin
 COLUMNS = {  # of a CSV: what it may call them, in any case of letters
     "arrival": ("TIMESTAMP", "arrival_s", "arrival_ms", "arrival", "arrived_at"),
     "prompt": ("ContextTokens", "prompt_tokens", "prompt_len", "prompt_size", "input_length", "num_prefill_tokens"),
@@ -87,6 +88,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[Shape]:
     except OSError as error:
         raise WorkloadError(f"trace {path} cannot be read: {error.strerror}; give a file") from None
     except UnicodeDecodeError as error:
+        if error.object.startswith(PACKED):
+            raise WorkloadError(f"trace {path} is compressed; unpack it first") from None
         raise WorkloadError(f"trace {path} is not UTF-8 at byte {error.start}; convert it first") from None
     except csv.Error as error:
         raise WorkloadError(f"trace {path} is no CSV: {error}; give one line for each request") from None
@@ -220,6 +223,8 @@ def _value(where: str, row: dict[str, Any], key: str, kind: Callable[[Any], Any]
     if given is None or given == "":
         raise WorkloadError(f"{where}: {key} is missing; give {wanted}")
     try:
+        if isinstance(given, bool):  # of JSON, which is a number to Python
+            raise TypeError
         value = kind(given)
     except (TypeError, ValueError, OverflowError):
         raise WorkloadError(f"{where}: {key} is {given!r:.80}; give {wanted}") from None

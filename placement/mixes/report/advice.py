@@ -9,6 +9,7 @@ from placement.mixes.designs import Resource
 from placement.mixes.report.rated import Miss, RatedMix
 from placement.mixes.rules import LIVE, MixRules
 from placement.plan import Interval
+from placement.search.advice import ALIKE
 
 AT_KNEE = 0.05  # headroom below this is none
 SAID: Mapping[Resource, str] = {"usd_per_hour": "costs", "power": "draws", "gpus": "has"}
@@ -56,7 +57,12 @@ def _on_baselines(rated: Sequence[RatedMix], rate: float | None, resource: Resou
             return f"{best.mix} {SAID[resource]} as much as {other.mix} at the same rate."
         return f"{kind}: {best.mix} {SAID[resource]} {-share:.0%} less than {other.mix} at the same rate."
     ratio = best.mean_rate / max(1e-9, other.mean_rate)
-    return f"{kind}: {best.mix} serves {ratio:.2f} times what {other.mix} does within the same budget."
+    if not is_baseline and abs(ratio - 1) < ALIKE:
+        kind = "Disaggregation makes no difference that is sure"
+    serves = f"{kind}: {best.mix} serves {ratio:.2f} times what {other.mix} does within the same budget"
+    usd, others_usd = (mix.mix.total("usd_per_hour") for mix in (best, other))
+    at_price = f", for {usd:.2f} USD an hour against {others_usd:.2f}" if abs(usd - others_usd) >= 0.005 else ""
+    return f"{serves}{at_price}."
 
 
 def _on_headroom(headroom: float, highest: Interval) -> str:

@@ -36,7 +36,7 @@ def plan_of(
 ) -> Plan:
     """`rated`: the best first. `cpu_s` and `num_simulated` are the simulations'."""
     best = rated[0]
-    rate = question.rate or best.rate
+    rate = question.rate or best.mean_rate
     at_rate = [LoadPoint(best.mix, rate, question.seed + i) for i in range(len(best.rates))]
     curves = [LoadPoint(mix.mix, share * mix.rate, question.seed) for mix in rated for share in CURVE_AT]
     factors = factors_of(best.error) if best.error else ()

@@ -17,7 +17,8 @@ from placement.plan import Interval, Pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatedMix:
-    """It holds `rate` on all seeds; `rates`: its highest rate on each. `step`: of the grid of rates, requests/s."""
+    """It holds `rate` on all seeds that it was searched with; `rates`: its highest rate on each, and on others. `step`:
+    of the grid of rates, requests/s."""
 
     mix: Mix
     step: float
@@ -64,11 +65,11 @@ class Miss:
 
 
 def first_miss(rated: RatedMix, simulations: Simulations) -> Miss | None:
-    """The lowest rate above the one held at which the mix was seen to miss the SLO."""
+    """The lowest rate above its goodput at which the mix was seen to miss the SLO."""
     missed = [
         point
         for point, result in simulations.results.items()
-        if point.mix == rated.mix and point.rate > rated.rate and not result.judgement.is_met
+        if point.mix == rated.mix and point.rate > rated.mean_rate and not result.judgement.is_met
     ]
     if not missed:
         return None

@@ -140,6 +140,7 @@ def test_a_bad_azure_line_is_named(tmp_path: Path, lines: str, where: str, named
         ('{"timestamp": 0, "input_length": 5, "output_length": 5}', "timestamp is 0.001 s before"),
         ('{"timestamp": 1, "input_length": 5, "output_length": 5, "hash_ids": 3}', "hash_ids is 3"),
         ("[1]", "is no object"),
+        ('{"timestamp": 1, "input_length": true, "output_length": 5}', "input_length is True; give a whole number"),
         (f'{{"timestamp": 1{"0" * 400}, "input_length": 5, "output_length": 5}}', "timestamp is 10000"),
         (f'{{"timestamp": 1{"0" * 5000}, "input_length": 5, "output_length": 5}}', "not JSON"),
         (f'{{"timestamp": 1, "input_length": 1{"0" * 400}, "output_length": 5}}', "input_length is 10000"),
@@ -165,7 +166,13 @@ def test_blank_lines_before_a_mooncake_trace_make_it_no_table(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("content", "named"),
-    [(None, "cannot be read"), (b"", "no column"), (b"a,b\n1,2\n", "no column TIMESTAMP"), (b"\xff\xff", "UTF-8")],
+    [
+        (None, "cannot be read"),
+        (b"", "no column"),
+        (b"a,b\n1,2\n", "no column TIMESTAMP"),
+        (b"\xff\xff", "UTF-8"),
+        (b"\x1f\x8b\x08\x00", "is compressed; unpack it first"),
+    ],
 )
 def test_a_file_that_is_no_trace_is_named(tmp_path: Path, content: bytes | None, named: str) -> None:
     path = tmp_path / "odd.csv"

@@ -8,6 +8,7 @@ import pytest
 
 from kvrelay.calibrate.effort import QUICK, Effort
 from kvrelay.calibrate.measuring import Measuring
+from kvrelay.calibrate.probes import LEAST_STEPS, _decode_sample
 
 pytestmark = pytest.mark.unit
 
@@ -90,3 +91,15 @@ async def test_steps_are_counted_for_longer_than_a_client_may_be_late(step_s: fl
     assert prober.asked == asked
     (sample,) = measuring.samples.decode[1, 16, False]
     assert sample.ended_s - sample.begun_s == pytest.approx(asked[-1] * step_s)
+
+
+def test_steps_are_timed_where_each_brings_a_message() -> None:
+    def answer(*token_times_s: float) -> Any:
+        return SimpleNamespace(output_len=34, input_len=16, token_times_s=list(token_times_s))
+
+    steady = answer(*(0.1 * i for i in range(2 + LEAST_STEPS)))
+    sample = _decode_sample([steady, steady])
+    assert sample is not None
+    assert sample.seconds == pytest.approx(0.1)
+    for once in ([answer(1.0)], [answer(0.05), steady]):
+        assert _decode_sample(once) is None, "all of its tokens came at once"

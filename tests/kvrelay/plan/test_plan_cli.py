@@ -15,7 +15,12 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kvrelay.cli.planning import plan as command
-from kvrelay.plan.planning import short_name
+from kvrelay.plan.catalogs import catalogs
+from kvrelay.plan.planning import machines_of, short_name
+from kvrelay.plan.reading import build_request
+from placement.catalogs.base import PlanError
+from placement.mixes.designs import all_designs
+from placement.named_files import CONFIGS
 from placement.plan import Goodput
 from tests.kvrelay.plan.plan_fixture import PLAN
 
@@ -423,6 +428,9 @@ def test_several_kinds_of_hardware_are_provisioned(monkeypatch: pytest.MonkeyPat
     assert [machine.short for machine in machines] == ["A", "H", "Hcap"]
     assert [machine.gpus for machine in machines] == [8, 8, 8]
     assert (ask.rate, ask.objective, options.rules) == (20.0, "cost", "live")
+    hint = "--tensor-parallel 2 makes smaller ones, which may be cheaper"
+    assert hint in " ".join(run("--model", "llama-2-70b", *kinds, *LENGTHS, *TARGETS).stdout.split())
+    assert "makes smaller ones" not in run(*MODEL, *kinds, *LENGTHS, *TARGETS, "--tensor-parallel", "2").stdout
 
 
 @pytest.mark.parametrize(
@@ -430,9 +438,26 @@ def test_several_kinds_of_hardware_are_provisioned(monkeypatch: pytest.MonkeyPat
     [
         ("NVIDIA H100 SXM 80 GB", ["NVIDIA H100 SXM 80 GB", "NVIDIA A100 SXM 80 GB"], "H"),
         ("NVIDIA H100 SXM 80 GB", ["NVIDIA H100 SXM 80 GB", "NVIDIA H200 SXM 141 GB"], "H100"),
+        ("NVIDIA H100 SXM 80 GB", ["NVIDIA H100 SXM 80 GB", "NVIDIA H100 NVL 94 GB"], "H100SXM"),
+        ("NVIDIA A100 SXM 40 GB", ["NVIDIA A100 SXM 40 GB", "NVIDIA A100 SXM 80 GB"], "A100SXM40"),
+        ("NVIDIA L40 48 GB", ["NVIDIA L40 48 GB", "NVIDIA L40S 48 GB"], "L40"),
         ("NVIDIA L40S 48 GB", ["NVIDIA L40S 48 GB"], "L"),
         ("some machine", ["some machine"], "S"),
     ],
 )
 def test_machines_have_letters_that_tell_them_apart(name: str, among: list[str], short: str) -> None:
     assert short_name(name, among) == short
+
+
+def test_gpus_of_one_family_are_mixed(tmp_path: Path) -> None:
+    def designs(*kinds: str) -> list[str]:
+        size = {"num_gpus": 8, "tensor_parallel": 1, "random_input_len": 64, "random_output_len": 8, "ttft": "1s"}
+        request = build_request(None, {"model": "llama-3.1-8b", "hardware": list(kinds), **size})
+        return [design.name for design in all_designs(machines_of(request, catalogs(request))) if design.is_baseline]
+
+    assert designs("h100-sxm", "h100-nvl") == ["Baseline-H100-SXM", "Baseline-H100-NVL"]
+    assert designs("a100-40g-sxm", "a100-80g-sxm") == ["Baseline-A100-SXM-40", "Baseline-A100-SXM-80"]
+    assert designs("a100-80g-sxm", "h100-sxm") == ["Baseline-A100", "Baseline-H100"]
+    (tmp_path / "own.yaml").write_text((CONFIGS / "hardware" / "l40.yaml").read_text())
+    with pytest.raises(PlanError, match=r"^name is NVIDIA L40 48 GB in two hardware files; give each its own$"):
+        designs("l40", str(tmp_path / "own.yaml"))

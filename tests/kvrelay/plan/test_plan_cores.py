@@ -19,9 +19,12 @@ from kvrelay.plan.planning import asked
 from kvrelay.plan.reading import build_request
 from kvrelay.plan.request import PlanRequest
 from kvrelay.plan.words import answer
+from kvrelay.simulate.simulation import source_of
 from placement.build.from_offers import mixed_of, offers_of, pair_of
 from placement.catalogs.base import Degrees, PlanError
 from placement.catalogs.profile import ProfileCatalog
+from placement.latency.hardware import load_hardware
+from placement.latency.model_files import load_shape
 from placement.latency.profile_file import read_profile, write_profile
 from placement.plan import Candidate, Plan, Slo
 from placement.search.hybrids import hybrids_of
@@ -95,6 +98,20 @@ def test_each_is_written_as_a_spec_that_pins_as_many_cores(name: str, tmp_path: 
     assert [worker.engine["threads"] for worker in workers] == [len(worker.cpus) for worker in workers]
 
 
+def test_a_directory_that_a_profile_has_no_path_of_is_asked_for(tmp_path: Path) -> None:
+    asked_for = request(tmp_path).model_copy(update={"model": None})
+    text, _, notes = cluster_spec(planned(arrangements()["a pair"], asked_for), asked_for)
+    assert notes == (
+        "cluster.yaml has model a-model, as pair.json calls it, which kvrelay up may not find; give --model its "
+        "directory, or write that there",
+    )
+    assert text.startswith(f"# Note: {notes[0]}\n")
+    for path in asked_for.profile:
+        known = read_profile(path)
+        write_profile(replace(known, model={**known.model, "name": "somebody/a-model"}), path)
+    assert cluster_spec(planned(arrangements()["a pair"], asked_for), asked_for)[2] == ()
+
+
 def test_what_was_measured_with_few_bits_is_written_so(tmp_path: Path) -> None:
     asked_for, narrow = request(tmp_path), {"quantization": "int8", "kv_dtype": "int8"}
     found = planned(arrangements()["a pair"], asked_for)
@@ -137,6 +154,40 @@ def test_each_is_verified_as_it_was_planned(name: str, tmp_path: Path) -> None:
     roles = [pool.role for pool in candidate.pools for _ in range(pool.replicas)]
     assert [worker.role for worker in claim.cluster.workers] == roles
     assert claim.doubt.client_s == read_profile(asked_for.profile[0]).client_s
+
+
+def test_a_profile_is_of_one_model(tmp_path: Path) -> None:
+    """Of the demo's, in whatever dtype; a tower for images is in what was measured, not in what a config counts."""
+    asked_for = request(tmp_path)
+    counted = load_shape(MODEL).num_params
+    for num_params in (counted, int(1.1 * counted), None):
+        for path in asked_for.profile:
+            known = read_profile(path)
+            write_profile(replace(known, model={**known.model, "num_params": num_params}), path)
+        assert catalogs(asked_for)
+        pair = parse_spec({"model": MODEL, "pools": [{"role": "prefill"}, {"role": "decode"}]})
+        assert source_of(pair, hardware=None, profile=asked_for.profile[0], model=None).shape
+    for path in asked_for.profile:
+        known = read_profile(path)
+        write_profile(replace(known, model={**known.model, "num_params": 5_048_576}), path)
+    says = (
+        r"^model is kvrelay-demo-125m, of 124,668,672 parameters, and pair.json was measured of a-model, of 5,048,576; "
+    )
+    with pytest.raises(PlanError, match=says):
+        catalogs(asked_for)
+    with pytest.raises(PlanError, match=says):
+        source_of(pair, hardware=None, profile=asked_for.profile[0], model=None)
+    assert catalogs(asked_for.model_copy(update={"model": None}))
+    assert catalogs(asked_for.model_copy(update={"model": "somebody/a-model"})), "no config tells of it"
+
+
+def test_cores_have_no_price_of_gpus(tmp_path: Path) -> None:
+    asked_for = request(tmp_path)
+    priced = catalogs(asked_for.model_copy(update={"hardware": ("cpu-generic",)}))[0]
+    assert priced.cost == load_hardware("cpu-generic").cost()
+    says = "^hardware is NVIDIA H100 SXM 80 GB, whose price is a GPU's, and pair.json is of workers on cores; give a"
+    with pytest.raises(PlanError, match=says):
+        catalogs(asked_for.model_copy(update={"hardware": ("h100-sxm",)}))
 
 
 def test_profiles_are_named_by_a_flag_each_or_by_a_list_in_a_file(tmp_path: Path) -> None:

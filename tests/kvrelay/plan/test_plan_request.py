@@ -85,6 +85,10 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
             "--ttft does not go with --class; give each class its own targets",
         ),
         (
+            {"ttft": None, "classes": [{"name": "a", "ttft": "1s"}, {"name": "a", "ttft": "2s"}]},
+            "--class has the name a twice; give each class its own",
+        ),
+        (
             {"acceptance_rate": 0.5},
             "--acceptance-rate is 0.5 and nothing is guessed; give --num-speculative-tokens, too",
         ),
@@ -107,6 +111,14 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
         (
             {"what_if": True, "hardware": ["h100-sxm", "l40s"]},
             "--what-if is of one kind of machine and --hardware is h100-sxm, l40s; give one of them",
+        ),
+        (
+            {"max_pp": 2, "hardware": ["h100-sxm", "l40s"]},
+            "--max-pp is of one kind of machine and --hardware is h100-sxm, l40s; give one of them",
+        ),
+        (
+            {"algorithm": "low", "hardware": ["h100-sxm", "l40s"]},
+            "--algorithm is of one kind of machine and --hardware is h100-sxm, l40s; give one of them",
         ),
     ],
 )
@@ -192,7 +204,7 @@ def test_the_command_of_a_request_asks_the_same() -> None:
     app.callback()(lambda: None)
     command.register(app)
     for path in sorted((ROOT / "configs/plans").glob("*.yaml")):
-        made = build_request(path, {"max_pp": 2, "colocated": False, "seed": 7})
+        made = build_request(path, {"max_batch_size": 99, "colocated": False, "seed": 7})
         words = shlex.split(command_of(made).replace("\\\n", " "))[2:]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvrelay.plan.planning.make_plan", stop_there)

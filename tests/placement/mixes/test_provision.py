@@ -17,7 +17,8 @@ from placement.mixes.grid import Asking, GridPoint, Limit, Space, prompts_beside
 from placement.mixes.load import drawn_load, on_prefixes
 from placement.mixes.machines import MachineType
 from placement.mixes.options import Provisioning
-from placement.mixes.provision import provision
+from placement.mixes.provision import Provisioner, provision
+from placement.mixes.report.rated import RatedMix
 from placement.mixes.rules import rules_named
 from placement.mixes.scenario import LoadPoint, MixTargets, Scenario, simulate_point
 from placement.mixes.search import cheapest, fastest, headroom
@@ -211,6 +212,28 @@ def test_the_objective_and_the_budgets_decide() -> None:
     assert all(one.watts <= 2500 for one in found.tried)
 
 
+def test_a_rate_that_is_hardly_higher_buys_nothing_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rates within one per cent the cheapest wins, and at one price the simplest; within five no win is sure."""
+    highest = {"BC": 25.1, "Baseline-B": 25.0, "CC": 24.9, "Baseline-C": 24.0, "BB": 10.0}
+
+    def rated(self: Provisioner, mixes: Sequence[RatedMix]) -> list[RatedMix]:
+        return [replace(mix, rates=(highest[mix.mix.design.name],)) for mix in mixes]
+
+    monkeypatch.setattr(Provisioner, "_with_highest_rates", rated)
+    ask = PlanQuestion(slo=SLO, budget_usd_per_hour=5.0, processes=0)
+
+    cheap, close = (plan(ask, replace(QUICK, designs=names)) for names in (tuple(highest), ("CC", "Baseline-C")))
+    assert [each.candidate.design for each in cheap.tried] == ["Baseline-B", "BC", "CC", "Baseline-C", "BB"]
+    assert cheap.advice[0] == (
+        "Do not disaggregate: Baseline-B (2) serves 1.00 times what BC (2,1) does within the same budget, for 3.60 USD "
+        "an hour against 4.60."
+    )
+    assert close.advice[0] == (
+        "Disaggregation makes no difference that is sure: CC (4,1) serves 1.04 times what Baseline-C (5) does within "
+        "the same budget."
+    )
+
+
 def test_a_plan_says_all_that_was_tried_with_intervals() -> None:
     found = plan(PlanQuestion(slo=SLO, objective="cost", rate=16.0, processes=0), replace(QUICK, interval_seeds=3))
     assert [one.candidate.design for one in found.tried] == sorted(
@@ -228,6 +251,19 @@ def test_a_plan_says_all_that_was_tried_with_intervals() -> None:
     assert any("lend themselves to the other phase" in sentence for sentence in found.advice)
     assert found.sources["rules"] == "Splitwise's simulator, with its mixed pool"
     assert to_json(found)["chosen"]["candidate"]["design"] == found.chosen.candidate.design
+
+
+def test_a_plan_keeps_the_rate_that_it_is_for() -> None:
+    """Of draws that differ the first two hold more than the others."""
+    options = replace(QUICK, designs=("Baseline-B",), seconds=3.0, seeds=2, interval_seeds=6)
+    asked = plan(PlanQuestion(slo=SLO, objective="cost", rate=17.0, processes=0), options)
+    assert (asked.at_rate.rate, asked.chosen.goodput.low > 17.0) == (17.0, True)
+    assert asked.at_rate.attainment.value >= SLO.attainment
+    for seed in range(2):
+        bought = plan(PlanQuestion(slo=SLO, budget_usd_per_hour=4.0, seed=seed, processes=0), options)
+        assert (bought.at_rate.rate, bought.headroom) == (bought.chosen.goodput.value, 0.0)
+        missed_at = float(bought.chosen.limit.split()[1])
+        assert missed_at > bought.chosen.goodput.value
 
 
 def test_the_other_rules_are_told_where_they_are_asked_for() -> None:
@@ -256,8 +292,17 @@ def test_a_slo_that_a_request_alone_misses_is_refused_with_the_reason() -> None:
     with pytest.raises(PlanError, match=r"no design does what is asked \(Baseline-B: TPOT is 2\.\d+ times its limit"):
         plan(ask)
     both = Slo(ttft_s=0.19, tpot_s=0.03, attainment=0.95)
-    found = plan(PlanQuestion(slo=both, rate=2.0, processes=0), replace(QUICK, designs=("BB", "CC")))
+    options = replace(QUICK, designs=("BB", "CC"), interval_seeds=1)  # of a dozen requests, of which one may miss it
+    found = plan(PlanQuestion(slo=both, rate=2.0, processes=0), options)
     assert "alone" in found.refused["CC"]
+
+
+def test_a_trace_is_not_judged_by_how_it_begins() -> None:
+    """Its first requests, a fifteenth of all, cannot meet the SLO."""
+    rows = [[i / 100, 4000 if i < 4100 else 50, 5] for i in range(60_000)]
+    ask = PlanQuestion(slo=SLO, budget_usd_per_hour=1.8, processes=0)
+    found = provision(ask, shop(), from_rows(rows), options=replace(QUICK, designs=("Baseline-B",)))
+    assert found.chosen.goodput.value > 0
 
 
 def test_bad_input_is_a_sentence() -> None:
