@@ -7,13 +7,14 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from kvrelay.client.types import KvrelayError
 from kvrelay.known_clusters import directory, noted
@@ -87,8 +88,10 @@ class Journal:
     def add(self, entry: Entry) -> None:
         with self._written_or_told():
             self._make_folder()
-            with self._path.open("a") as file:
-                print(json.dumps(asdict(entry)), file=file)
+            with self._path.open("ab+") as file:
+                if _is_torn(file):
+                    file.write(b"\n")
+                file.write(f"{json.dumps(asdict(entry))}\n".encode())
                 size = file.tell()
             if size > MOST_BYTES:
                 lines = self._path.read_text().splitlines(keepends=True)
@@ -167,6 +170,14 @@ def _last_at(endpoint: str) -> Path:
 def _file_name(told: str) -> str:
     """Of what a router, or a user, has said."""
     return re.sub(r"[^A-Za-z0-9.-]", "_", told)
+
+
+def _is_torn(file: BinaryIO) -> bool:
+    """Its last line is a half one, as a disk that was full leaves it."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def _read(line: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from engine.knobs import as_text
 from kvrelay.cli.cluster.replan import lines_of
 from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, PendingWorker, RouterLoad, WorkerState
 from kvrelay.replan import carrying, watching
-from kvrelay.replan.journal import Journal, journal_at, journal_of, last_journal_at
+from kvrelay.replan.journal import Entry, Journal, journal_at, journal_of, last_journal_at
 from kvrelay.replan.options import Asked
 from kvrelay.replan.replanner import NotYet, Replanner, begin
 from kvrelay.replan.watching import ReplanThread
@@ -392,3 +392,6 @@ def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
     with journal._path.open("a") as file:
         file.write('{"at": "2026-')
     assert [entry["mode"] for entry in journal.last(5)] == ["act"]
+    for reason in ("the next", "the last"):
+        journal.add(Entry(reason=reason, mode="act"))
+    assert [entry["reason"] for entry in journal.last(2)] == ["the next", "the last"]
