@@ -160,6 +160,21 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
         assert (await controller.pools())["decode"] == ["decode-1"]
 
 
+@pytest.mark.parametrize(("why_full", "told"), [("", " (it was "), ("the disk is full", ", and the disk is full (")])
+async def test_of_a_process_that_ended_it_says_what_may_be_why(
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch, why_full: str, told: str
+) -> None:
+    def die() -> None:
+        raise ActorUnavailableError("it is restarted", None)
+
+    monkeypatch.setattr(controllers, "why_full", lambda: why_full)
+    members["decode-0"].describe = remote(die)
+    async with running() as controller:
+        member = controller._roster.member("decode-0")
+        await until(lambda: member.reason)
+        assert member.reason.startswith(f"its process ended; its log may say why{told}")
+
+
 async def test_one_that_leaves_does_not_wait_for_the_next_probe(
     members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
