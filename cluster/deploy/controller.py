@@ -27,7 +27,7 @@ from cluster.deploy.changes.changes import Changes
 from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.checkpoint import Checkpoint
 from cluster.deploy.liveness import Liveness
-from cluster.deploy.ray import find_actor, within
+from cluster.deploy.ray import find_actor, why_full, within
 from cluster.deploy.room import has_room
 from cluster.deploy.roster import (
     MAX_LOAD_DELAY_S,
@@ -437,7 +437,8 @@ class Controller:
         if isinstance(error, ActorDiedError):
             self._roster.on_failed(name, f"its process ended: {' '.join(str(error).split())}")
         else:  # Ray knows no more by now than that it restarts it
-            self._roster.on_lost(name, incarnation, "its process ended; its log may say why")
+            full = f", and {why}" if (why := why_full()) else ""
+            self._roster.on_lost(name, incarnation, f"its process ended; its log may say why{full}")
             self._liveness.on_lost(name, self._awake.now_s())
         await self._after_loss(name)
 

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -21,6 +22,7 @@ CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 5.0
 LOOK_S = 0.1
 SHUTDOWN_S = 10.0
+LEAST_FREE_BYTES = 4 << 20  # of the disk of Ray's folder: processes begin logs and sockets there
 RESET_S = 0.01  # Ray's own shutdown gives signals their defaults back: how long that may stand
 
 
@@ -132,6 +134,21 @@ def named_actors() -> list[str]:
     import ray
 
     return list(ray.util.list_named_actors())
+
+
+def why_full() -> str:
+    """Where the disk of the folder in which this process's Ray keeps its files is full, so that no process starts: one
+    sentence. Empty where it is not, or nobody knows."""
+    from ray._private import worker
+
+    try:
+        folder = str(worker._global_node.get_session_dir_path())
+        free_bytes = shutil.disk_usage(folder).free
+    except (AttributeError, OSError):
+        return ""
+    if free_bytes >= LEAST_FREE_BYTES:
+        return ""
+    return f"the disk of Ray's folder {folder} is full ({free_bytes >> 10} KiB free); make room there"
 
 
 def find_actor(name: str) -> Any | None:

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.02
+ADAPTERS_S = 30.0  # that a start waits for adapters' files
 SCRAPE_TIMEOUT_S = 5.0
 OWN_LINES = (
     (health.SERVICE_NAME, "Check"),
@@ -128,6 +129,7 @@ class RouterServer:
         self.http_port: int | None = None
         self._pools = pools
         self._reading = asyncio.Lock()
+        self._first_adapters: asyncio.Task[None] | None = None
         self._accounting: Accounting | None = None
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
@@ -145,7 +147,8 @@ class RouterServer:
         if self.catalog.first.codec is None and options.model:
             self.catalog.first.codec = await self._load_codec(options.model)
         await self.take_models(options.models)
-        await self.take_adapters(options.front.adapters)
+        self._first_adapters = asyncio.create_task(self.take_adapters(options.front.adapters))
+        await asyncio.wait([self._first_adapters], timeout=ADAPTERS_S)  # where a disk hangs, all else is served
         if options.usage_db is not None:
             self._accounting = await asyncio.to_thread(Accounting.open, options.usage_db, options.name)
             self._accounting.start()
@@ -246,6 +249,8 @@ class RouterServer:
             await asyncio.to_thread(self._scraped.close)
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+        if self._first_adapters is not None:
+            self._first_adapters.cancel()
         await self.models.close()
         if self._accounting is not None:
             await self._accounting.stop()

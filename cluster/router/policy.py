@@ -290,7 +290,7 @@ class RouterPolicy:
         phase = self._workers.placing.why_unable(past.unable)[1]
         if not phase or self._workers.is_awaited(phase):
             return False
-        return now - self._workers.lost_s.get(phase, -math.inf) >= self.options.unavailable_grace_s
+        return now - self._workers.last_lost_s(phase) >= self.options.unavailable_grace_s
 
     def next_assignable(self, now: float) -> Assigned | None:
         """Workers for the next of the queue that may go, which leaves it; None while all must wait. By priority, first

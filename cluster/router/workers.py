@@ -5,6 +5,7 @@ of requests is the policy's (cluster/router/policy.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -41,7 +42,7 @@ class Workers:
         self.moving = Moving(self.decode, self.health, is_better, could_gain, may_balance=may_balance)
         self.passing = Passing(self.prefill, self.decode, self.health)
         self.absent_s: float | None = 0.0  # since when a phase has had no worker
-        self.lost_s: dict[str, float] = {}  # by phase: when the last one was
+        self._lost_s: dict[str, dict[str, float]] = {PREFILL: {}, DECODE: {}}  # by phase: when, of those not back since
         self.members: dict[str, frozenset[str]] = {}  # by phase: who belongs to the cluster, as far as that is told
         self._costs: dict[str, StepCosts] = {}  # by role: what one of them told last
         self._options = options
@@ -82,6 +83,8 @@ class Workers:
         assert not self._is_known(view.name), f"{view.name} is up already"
         costs = self._costs.get(view.role)
         empty = Report(made_s=now, available_pages=view.total_pages, is_assumed=True, costs=costs)
+        for lost in self._lost_s.values():
+            lost.pop(view.name, None)
         phases = kind_of(view.role).phases
         decode = DecodeAccount(view, empty) if "decode" in phases else None
         if "prefill" in phases:
@@ -96,7 +99,9 @@ class Workers:
         self.health.forget(name)
         self.handoff_times.forget(name)
         self._note_absence(now)
-        self.lost_s |= dict.fromkeys([phase for phase, lost in ((PREFILL, prefill), (DECODE, decode)) if lost], now)
+        for phase, account in ((PREFILL, prefill), (DECODE, decode)):
+            if account is not None:
+                self._lost_s[phase][name] = now
         return prefill or decode
 
     def _is_known(self, name: str) -> bool:
@@ -119,6 +124,10 @@ class Workers:
         """One that belongs to the cluster is not there."""
         known = self.prefill.accounts if phase == PREFILL else self.decode.accounts
         return not self.members.get(phase, frozenset()) <= known.keys()
+
+    def last_lost_s(self, phase: str) -> float:
+        """When the last one was that is not back."""
+        return max(self._lost_s[phase].values(), default=-math.inf)
 
     def is_lost(self, name: str) -> bool:
         """There is none of this name."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -113,10 +114,16 @@ def _stat(path: Path) -> tuple[int, int, int]:
 
 @contextmanager
 def _reading(path: str) -> Iterator[Path]:
-    """What goes wrong with its files is an AdapterError."""
+    """What goes wrong with its files is an AdapterError. None is opened that an open could wait for, such as a pipe:
+    safetensors holds the interpreter meanwhile, and the whole process would stand still."""
     folder = Path(path)
     try:
+        for name in (CONFIG, WEIGHTS):
+            if not stat.S_ISREG((folder / name).stat().st_mode):
+                raise AdapterError(f"{path}: {name} is no regular file; give a directory as PEFT saves one")
         yield folder
+    except AdapterError:
+        raise
     except FileNotFoundError as error:
         missing = Path(str(error.filename or folder / WEIGHTS)).name
         raise AdapterError(f"{path} has no {missing}; give a directory as PEFT saves one, with {WEIGHTS}") from None

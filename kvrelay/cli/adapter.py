@@ -88,19 +88,31 @@ def _set(client: Client, *, add: dict[str, str] | None = None, remove: Sequence[
 
 
 def _try(client: Client, name: str, *, is_new: bool) -> float:
-    """Seconds for two tokens: one of the worker that reads the prompt, and one behind the handoff. Raises CliError."""
+    """Seconds for two tokens: one of the worker that reads the prompt, and one behind the handoff. Raises CliError,
+    KvrelayError; whatever comes between, one that is new is removed again."""
     from kvrelay.client.types import KvrelayError
 
     began_s = time.monotonic()
     try:
         client.generate([0], adapter=name, max_tokens=2, ignore_eos=True, temperature=0.0)
-    except KvrelayError as error:
-        if error.code not in REFUSED or error.code == "NOT_FOUND":  # a router may not have heard of it yet
-            raise
+    except (KvrelayError, KeyboardInterrupt) as error:
         if is_new:
-            _set(client, remove=[name])
+            _take_back(client, name)
+        if not isinstance(error, KvrelayError) or error.code not in REFUSED or error.code == "NOT_FOUND":
+            raise  # where it is not found, a router may not have heard of it yet
         raise CliError(error.message, USAGE) from None
     return round(time.monotonic() - began_s, 3)
+
+
+def _take_back(client: Client, name: str) -> None:
+    from kvrelay.client.types import KvrelayError
+
+    try:
+        _set(client, remove=[name])
+    except (CliError, KvrelayError):
+        note(f"{name} was added, and could not be removed again; `kvrelay adapter list` says whether it is there")
+    else:
+        note(f"{name} is not added: two tokens could not be had of it")
 
 
 def remove(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -18,6 +19,7 @@ import typer
 from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, CliError, report
 
 PROGRAM = "kvrelay"
+KNOCK_TIMEOUT_S = 1.0
 
 app = typer.Typer(
     name=PROGRAM,
@@ -151,14 +153,25 @@ def _begins_forks(arguments: list[str], environment: Mapping[str, str]) -> bool:
 
 
 def _find_endpoint(arguments: list[str]) -> None:
-    """With one cluster running here, the commands that want an endpoint mean that one."""
+    """With one cluster running here, the commands that want an endpoint mean that one: of its routers the first at
+    which somebody listens."""
     if ENDPOINT_VARIABLE in os.environ or any(a.partition("=")[0] == "--endpoint" for a in arguments):
         return
     from kvrelay import known_clusters
 
-    endpoints = [cluster.endpoints[0] for cluster in known_clusters.alive() if cluster.endpoints]
-    if len(endpoints) == 1:
-        os.environ[ENDPOINT_VARIABLE] = endpoints[0]
+    running = [cluster.endpoints for cluster in known_clusters.alive() if cluster.endpoints]
+    if len(running) == 1:
+        first, *others = running[0]
+        os.environ[ENDPOINT_VARIABLE] = next(filter(_is_open, running[0]), first) if others else first
+
+
+def _is_open(endpoint: str) -> bool:
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 ASK_A_ROUTER = (

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
 from kvrelay.client.types import KvrelayError
 from kvrelay.known_clusters import directory, noted
@@ -21,6 +23,8 @@ from worker.wire.private_files import make_private_folder, write_private
 if TYPE_CHECKING:
     from kvrelay.client.client import Client
     from kvrelay.client.types import ClusterStatus
+
+log = logging.getLogger(__name__)
 
 MOST_BYTES = 16 << 20  # then the older half is dropped
 
@@ -72,22 +76,34 @@ class Journal:
 
     def note_last_at(self, endpoints: Sequence[str]) -> None:
         """That this is of the cluster there."""
-        self._make_folder()
-        for endpoint in endpoints:
-            write_private(_last_at(endpoint), self._path.stem)
+        with self._written_or_told():
+            self._make_folder()
+            for endpoint in endpoints:
+                write_private(_last_at(endpoint), self._path.stem)
 
     def _make_folder(self) -> None:
         make_private_folder(self._path.parent.parent)
         make_private_folder(self._path.parent)
 
     def add(self, entry: Entry) -> None:
-        self._make_folder()
-        with self._path.open("a") as file:
-            print(json.dumps(asdict(entry)), file=file)
-            size = file.tell()
-        if size > MOST_BYTES:
-            lines = self._path.read_text().splitlines(keepends=True)
-            write_private(self._path, "".join(lines[len(lines) // 2 :]))
+        with self._written_or_told():
+            self._make_folder()
+            with self._path.open("ab+") as file:
+                if _is_torn(file):
+                    file.write(b"\n")
+                file.write(f"{json.dumps(asdict(entry))}\n".encode())
+                size = file.tell()
+            if size > MOST_BYTES:
+                lines = self._path.read_text().splitlines(keepends=True)
+                write_private(self._path, "".join(lines[len(lines) // 2 :]))
+
+    @contextmanager
+    def _written_or_told(self) -> Iterator[None]:
+        """What is decided does not wait for a disk that is full."""
+        try:
+            yield
+        except OSError as error:
+            log.warning("the journal of decisions %s cannot be written: %s", self._path, error.strerror or error)
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """The newest last; none where nothing was written."""
@@ -154,6 +170,14 @@ def _last_at(endpoint: str) -> Path:
 def _file_name(told: str) -> str:
     """Of what a router, or a user, has said."""
     return re.sub(r"[^A-Za-z0-9.-]", "_", told)
+
+
+def _is_torn(file: BinaryIO) -> bool:
+    """Its last line is a half one, as a disk that was full leaves it."""
+    if not file.seek(0, os.SEEK_END):
+        return False
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) != b"\n"
 
 
 def _read(line: str) -> dict[str, Any] | None:

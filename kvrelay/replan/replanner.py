@@ -98,8 +98,8 @@ class Replanner:
                 self._carrier.carry_out(moves, changes)
         finally:
             if changes or (weighed.others and not terms.is_enough):
-                self._journal.add(entry)
                 self._tell(entry)
+                self._journal.add(entry)
         return entry
 
     def _tell(self, entry: Entry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
@@ -17,9 +18,9 @@ from engine.knobs import as_text
 from kvrelay.cli.cluster.replan import lines_of
 from kvrelay.client.types import ClusterStatus, EndedRequest, KvrelayError, PendingWorker, RouterLoad, WorkerState
 from kvrelay.replan import carrying, watching
-from kvrelay.replan.journal import Journal, journal_at, journal_of, last_journal_at
+from kvrelay.replan.journal import Entry, Journal, journal_at, journal_of, last_journal_at
 from kvrelay.replan.options import Asked
-from kvrelay.replan.replanner import NotYet, Replanner
+from kvrelay.replan.replanner import NotYet, Replanner, begin
 from kvrelay.replan.watching import ReplanThread
 from placement.plan import Slo
 from placement.replan.arrangements import Arrangement, Scale
@@ -363,9 +364,34 @@ def test_a_cluster_has_one_journal_and_one_lock_whichever_router_is_asked(
     assert journal_of(replace(first.status(), cluster_id="../../.ssh/x"), "")._path.parent == journal._path.parent
 
 
+def test_a_journal_that_cannot_be_written_keeps_nobody_from_deciding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = FakeCluster()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    clients: Any = [cluster]
+    replanner = begin(clients, ACTS)
+    assert replanner is not None
+
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvrelay.replan.journal.write_private", fill)
+    monkeypatch.setattr(Path, "open", fill)
+    assert begin(clients, replace(ACTS, acts=False)) is not None
+    assert replanner.look().changes
+    assert len(cluster.told) == 1
+    told = [record.getMessage() for record in caplog.records]
+    assert all(each.endswith(".jsonl cannot be written: No space left on device") for each in told), told
+    assert len(told) == 2, "where it is, and what was decided"
+
+
 def test_a_torn_line_of_the_journal_is_passed_over(tmp_path: Path) -> None:
     replanner, journal = made(FakeCluster(), tmp_path)
     replanner.look()
     with journal._path.open("a") as file:
         file.write('{"at": "2026-')
     assert [entry["mode"] for entry in journal.last(5)] == ["act"]
+    for reason in ("the next", "the last"):
+        journal.add(Entry(reason=reason, mode="act"))
+    assert [entry["reason"] for entry in journal.last(2)] == ["the next", "the last"]

@@ -211,6 +211,16 @@ def unable_at_first(policy: RouterPolicy, now: float) -> Resend | GiveUp:
     return policy.on_failed("u", "p0: cannot", now, worker="p0", cause="worker")
 
 
+def test_once_all_that_were_lost_are_back_nobody_is_waited_for() -> None:
+    policy = cluster("p0", "p1", "p2", "d0")
+    assert lost(policy, "p1") == lost(policy, "p2") == []
+    for name, is_last in (("p1", False), ("p2", True)):
+        policy.on_worker_up(WorkerView(name=name, role="prefill", total_pages=100, page_size=PAGE), 1.0)
+        assigned(policy.assign(shape(name, unable=frozenset({"p0", "p1", "p2"} - {name})), 1.0, is_resent=True))
+        assert isinstance(unable(policy, name, name), GiveUp if is_last else Resend)
+    policy.check_invariants()
+
+
 def test_who_comes_back_serves_what_waits_for_it() -> None:
     policy = cluster("p0", "p1", "d0")
     assert lost(policy, "p1") == []

@@ -24,6 +24,7 @@ from cluster.spec.sources import Sources
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 10.0
+CHECK_TIMEOUT_S = 8.0  # of a change, at a router: less than who asked for it waits
 STEP_S = 0.25  # of a change; a step asks each router
 
 
@@ -112,12 +113,18 @@ class Changes:
         return ""
 
     async def _why_not_at_routers(self, planned: Planned) -> str:
-        for name, router in self._host.ready_routers.items():
-            with contextlib.suppress(RayError, TimeoutError):  # it is told when it is there again
-                why = await within(router.why_not.remote(planned.resolved), CALL_TIMEOUT_S) if router else ""
-                if why:
-                    return f"{name}: {why}"
-        return ""
+        """One that is not ready is told when it is there again. One that says nothing is no consent: what it is asked
+        about may be what ends it, and every router after it."""
+        routers = {name: router for name, router in self._host.ready_routers.items() if router is not None}
+        whys = await asyncio.gather(*(self._why_not_at(router, planned) for router in routers.values()))
+        return next((f"{name}: {why}" for name, why in zip(routers, whys, strict=True) if why), "")
+
+    async def _why_not_at(self, router: Any, planned: Planned) -> str:
+        try:
+            return str(await within(router.why_not.remote(planned.resolved), CHECK_TIMEOUT_S))
+        except (RayError, TimeoutError) as error:
+            logger.warning("a router did not say whether it takes a change: %s", " ".join(str(error).split()))
+            return "it did not answer, and nothing is changed; look into its log, and ask again when it is back"
 
     async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
         """Have the workers of these pools replaced; none: of all. Returns why not."""

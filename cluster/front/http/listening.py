@@ -14,7 +14,7 @@ from typing import Any
 import httptools
 from starlette.types import ASGIApp
 from uvicorn import Config, Server
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from worker.wire.credentials import FollowedTls
 from worker.wire.tls import TlsFiles
@@ -31,7 +31,8 @@ class _Connection(HttpToolsProtocol):
     One that sends a request before the last one is answered gets that answer, and then the connection's end (RFC 9112
     9.3.2: it asks again for the others): uvicorn would stop reading, and nobody would see that the client leaves. An
     upgrade that is offered (h2c, by curl and Java) is passed over, as RFC 9110 7.8 has it: llhttp would take the body
-    for the other protocol's."""
+    for the other protocol's. To a client of HTTP/1.0 nothing is sent in chunks (RFC 9112 6.1): an answer whose length
+    is not told ends with the connection."""
 
     def __init__(self, *args: Any, max_stall_s: float, **uvicorns: Any) -> None:
         super().__init__(*args, **uvicorns)
@@ -101,6 +102,8 @@ class _Connection(HttpToolsProtocol):
         if not self._is_offered_upgrade:
             self._heard()
             super().on_headers_complete()
+            if self.parser.get_http_version() == "1.0":
+                self.cycle.send = partial(_send_unchunked, self.cycle)  # type: ignore[method-assign]
 
     def on_message_complete(self) -> None:
         if not self._is_offered_upgrade:
@@ -151,6 +154,14 @@ class _Connection(HttpToolsProtocol):
         if self._stall_timer is not None:
             self._stall_timer.cancel()
             self._stall_timer = None
+
+
+async def _send_unchunked(cycle: RequestResponseCycle, message: Any) -> None:
+    """uvicorn knows an answer in chunks and one of a told length; here each piece is all that is expected of it."""
+    cycle.chunked_encoding = False
+    if message["type"] == "http.response.body":
+        cycle.expected_content_length = len(message.get("body", b""))
+    await RequestResponseCycle.send(cycle, message)
 
 
 class HttpListener:

@@ -10,12 +10,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 from kvrelay.cli.cluster import state, views
 from kvrelay.cli.console import INTERRUPTED, CliError
 
 LOG_TAIL_LINES = 5
+ENDED_IN_ORDER = (0, -signal.SIGTERM)  # the latter before it has begun anything
 
 
 def start_and_wait(name: str, as_json: bool) -> int:
@@ -24,19 +26,26 @@ def start_and_wait(name: str, as_json: bool) -> int:
     read_fd, write_fd = os.pipe()
     child = _spawn(name, write_fd)
     os.close(write_fd)
+    with suppress(CliError):  # it says itself why not
+        state.claim_for(state.of_process(child.pid, name, "daemon"))
     try:
         with os.fdopen(read_fd) as pipe:
             code = _relay(pipe, view)
     except KeyboardInterrupt:
         child.send_signal(signal.SIGTERM)
-        child.wait()
-        return INTERRUPTED
-    if code is None:
-        child.wait()
-        return view.failed(CliError(f"the background process died (exit code {child.returncode}): {_log_tail(name)}"))
-    if code != 0:
-        child.wait()  # it has ended all that it started
-    return code
+        code = INTERRUPTED
+    if code == 0:
+        return code
+    child.wait()  # it has ended all that it started
+    state.remove_own(name, child.pid)
+    return view.failed(_why_ended(name, child.returncode)) if code is None else code
+
+
+def _why_ended(name: str, code: int) -> CliError:
+    """Of one that has said nothing of it."""
+    if code in ENDED_IN_ORDER:
+        return CliError(f"{name} was ended before it was ready, as by `kvrelay down`")
+    return CliError(f"the background process died (exit code {code}): {_log_tail(name)}")
 
 
 def _spawn(name: str, write_fd: int) -> subprocess.Popen[bytes]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvrelay.cli.cluster.views import View
     from kvrelay.cli.spec.wanted import Wanted
     from kvrelay.doctor.finding import Finding
-    from kvrelay.known_clusters import Mode
+    from kvrelay.known_clusters import ClusterState, Mode
     from kvrelay.replan.journal import Entry
     from kvrelay.replan.options import Asked
     from worker.wire.secrets import Secrets
@@ -73,15 +73,28 @@ def _run(
     began_s = time.monotonic()
     _raise_on_signals()
     try:
-        check_ports(wanted.spec, is_local=address is None)
-        found = checking.before(wanted.spec, address) if checks else None
-        return _serve(wanted, address, drawn, log_dir, mode, view, began_s, found)
+        spec = wanted.spec
+        own_state = replace(noted(spec, drawn, state.this_process(spec.name, mode)), address=address or "")
+        with _claimed(own_state) if address is None else nullcontext():  # a Ray that is joined says if the name is free
+            check_ports(spec, is_local=address is None)
+            found = checking.before(spec, address) if checks else None
+            return _serve(wanted, address, drawn, log_dir, own_state, view, began_s, found)
     except CliError as error:
         return view.failed(error)
     except BaseException as error:
         if not _asked_to_stop and not isinstance(error, SystemExit):  # Ray's own handler of SIGTERM, while it starts
             raise
         return INTERRUPTED if signal.SIGINT in _asked_to_stop else 0
+
+
+@contextmanager
+def _claimed(own_state: ClusterState) -> Iterator[None]:
+    """From before anything takes its time, so that `kvrelay down` ends what only begins. Raises CliError."""
+    try:
+        state.claim(own_state)
+        yield
+    finally:
+        state.remove_own(own_state.name)
 
 
 def check_ports(spec: ClusterSpec, *, is_local: bool) -> None:
@@ -103,7 +116,7 @@ def _serve(
     address: str | None,
     drawn: Secrets,
     log_dir: str,
-    mode: Mode,
+    own_state: ClusterState,
     view: View,
     began_s: float,
     found: list[Finding] | None,
@@ -114,14 +127,11 @@ def _serve(
     from cluster.spec.errors import SpecError
 
     state.make_directory()
-    spec = wanted.spec
-    own_state = replace(noted(spec, drawn, state.this_process(spec.name, mode)), address=address or "")
+    spec, mode = wanted.spec, own_state.mode
     deployment = Deployment(spec, address=address, secrets=drawn, log_dir=log_dir, sources=wanted.sources)
     keep = has_crashed = False
     with quiet_stdout():
         try:
-            if address is None:  # a Ray that is joined says itself whether the name is free
-                state.claim(own_state)
             _start(deployment, view)
             state.write(own_state)
             snapshot = _until_ready(deployment, view)

@@ -46,7 +46,11 @@ def log_path(name: str) -> Path:
 
 
 def this_process(name: str, mode: Mode) -> ClusterState:
-    return ClusterState(name=name, mode=mode, pid=os.getpid(), started=start_of(os.getpid()))
+    return of_process(os.getpid(), name, mode)
+
+
+def of_process(pid: int, name: str, mode: Mode) -> ClusterState:
+    return ClusterState(name=name, mode=mode, pid=pid, started=start_of(pid))
 
 
 def write(state: ClusterState) -> None:
@@ -57,9 +61,14 @@ def write(state: ClusterState) -> None:
 
 
 def check_name(name: str, *, is_joined: bool) -> None:
-    """What was left in a Ray is that Ray's to say, if it is to be joined. Raises CliError."""
+    """What was left in a Ray is that Ray's to say, if it is to be joined; what was noted of this process is no other's.
+    Raises CliError."""
     running = read(name)
-    if running is None or not running.is_alive or (running.mode == "joined" and is_joined):
+    if (
+        running is None
+        or not running.is_alive
+        or (is_joined if running.mode == "joined" else running.pid == os.getpid())
+    ):
         return
     where = f"in the Ray at {running.address}" if running.mode == "joined" else f"process {running.pid}"
     raise CliError(
@@ -69,21 +78,37 @@ def check_name(name: str, *, is_joined: bool) -> None:
 
 def claim(state: ClusterState) -> None:
     """Write it, unless another `up` has taken the name since it was looked for. Raises CliError."""
+    with _locked():
+        check_name(state.name, is_joined=False)
+        write(state)
+
+
+def claim_for(child: ClusterState) -> None:
+    """As `claim`, for a process that does it itself later on, and says more then, or has done so. Raises CliError."""
+    with _locked():
+        noted = read(child.name)
+        if noted is None or noted.pid != child.pid:
+            check_name(child.name, is_joined=False)
+            write(child)
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    """One process at a time. Raises CliError."""
     make_directory()
     with written_or_told():
         descriptor = os.open(directory() / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        check_name(state.name, is_joined=False)
-        write(state)
+        yield
     finally:
         os.close(descriptor)
 
 
-def remove_own(name: str) -> None:
-    """Unless it is another's by now."""
+def remove_own(name: str, pid: int | None = None) -> None:
+    """Of this process, or that one; unless it is another's by now."""
     noted = read(name)
-    if noted is not None and noted.pid == os.getpid():
+    if noted is not None and noted.pid == (pid or os.getpid()):
         remove(name)
 
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RpcError
+from ray.exceptions import ActorUnavailableError, RpcError
 
 from cluster.deploy import controller as controllers
 from cluster.deploy.changes import changes
@@ -158,6 +158,21 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
         assert killed == [(gone, True)]
         assert knew == [["decode-1"]], "no router is surprised"
         assert (await controller.pools())["decode"] == ["decode-1"]
+
+
+@pytest.mark.parametrize(("why_full", "told"), [("", " (it was "), ("the disk is full", ", and the disk is full (")])
+async def test_of_a_process_that_ended_it_says_what_may_be_why(
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch, why_full: str, told: str
+) -> None:
+    def die() -> None:
+        raise ActorUnavailableError("it is restarted", None)
+
+    monkeypatch.setattr(controllers, "why_full", lambda: why_full)
+    members["decode-0"].describe = remote(die)
+    async with running() as controller:
+        member = controller._roster.member("decode-0")
+        await until(lambda: member.reason)
+        assert member.reason.startswith(f"its process ended; its log may say why{told}")
 
 
 async def test_one_that_leaves_does_not_wait_for_the_next_probe(
@@ -378,6 +393,29 @@ async def test_what_one_router_cannot_take_nobody_is_told(members: dict[str, Mem
         assert (await controller.apply_spec(wanted(), {}, None, False))["why_not"] == "router-0: no such file"
         assert await controller.roll(["chat"], None) == "there is no pool 'chat'; there are prefill, decode"
         assert (router.specs, controller._running.number, controller._running.is_rolling) == ([], 0, False)
+
+
+async def test_a_router_that_says_nothing_while_it_looks_at_a_change_is_no_consent(
+    members: dict[str, Member], served: list[WorkerPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is not there is not asked."""
+    monkeypatch.setattr(changes, "CHECK_TIMEOUT_S", 0.02)
+    router: Any = members["router-0"]
+
+    def die(_: ClusterSpec) -> str:
+        raise ActorUnavailableError("its process ended", None)
+
+    adapter = {"a": "/adapters/a"}
+    async with running(launched[0]) as controller:
+        await until(lambda: router.told)
+        for why_not in (remote(die), SimpleNamespace(remote=lambda _: asyncio.sleep(3600))):
+            router.why_not = why_not
+            assert (await controller.set_adapters(adapter, [])).startswith("router-0: it did not answer, and nothing")
+            assert "did not answer" in (await controller.apply_spec(wanted(), {}, None, False))["why_not"]
+        assert (router.specs, controller._running.number) == ([], 0)
+        controller._roster.member("router-0").stage = "started"
+        assert await controller.set_adapters(adapter, []) == ""
+        assert controller._running.number == 1
 
 
 async def test_the_next_controller_goes_on_with_what_was_begun(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from cluster.deploy.ray import ends_within, initialized_ray, shut_down
+from cluster.deploy.ray import ends_within, initialized_ray, shut_down, why_full
 
 pytestmark = pytest.mark.unit
 
@@ -56,3 +57,12 @@ def test_a_shutdown_is_bounded_and_signals_are_kept_meanwhile(monkeypatch: pytes
     kept.clear()
     assert shut_down(SimpleNamespace(shutdown=int), lambda: kept.append(1))
     assert kept, "once more when it has ended"
+
+
+def test_a_disk_on_which_ray_can_keep_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert why_full() == "", "nobody knows where it is"
+    node = SimpleNamespace(get_session_dir_path=lambda: str(tmp_path))
+    monkeypatch.setattr("ray._private.worker._global_node", node)
+    assert why_full() == ""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=8 << 10))
+    assert why_full() == f"the disk of Ray's folder {tmp_path} is full (8 KiB free); make room there"

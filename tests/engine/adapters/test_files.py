@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,13 @@ def test_the_digest_is_of_all_that_it_is(tmp_path: Path) -> None:
     }
     save_file(weights, tmp_path / "b" / WEIGHTS)
     assert read_adapter(str(tmp_path / "b")).digest != digest
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_what_an_open_could_wait_for_is_not_opened(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    for read in (describe, read_adapter):
+        with pytest.raises(AdapterError, match=f"{name} is no regular file; give a directory as PEFT saves one"):
+            read(str(path))

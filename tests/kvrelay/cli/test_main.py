@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +15,8 @@ import pytest
 import typer
 
 from kvrelay.cli import main
-from kvrelay.cli.console import INTERRUPTED, exit_codes
+from kvrelay.cli.cluster import state
+from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, exit_codes
 
 pytestmark = pytest.mark.unit
 
@@ -47,6 +51,19 @@ def test_a_fork_server_is_begun_where_one_will_be_wanted(
     assert not main._begins_forks(line.split(), {"_KVRELAY_COMPLETE": "complete_bash"})
     monkeypatch.setattr("cluster.deploy.gpus.count_gpus", lambda: 1)
     assert not main._begins_forks(line.split(), {})
+
+
+def test_of_one_cluster_a_router_is_asked_at_which_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as open_, socket.create_server(("127.0.0.1", 0)) as closed:
+        there, away = (f"127.0.0.1:{each.getsockname()[1]}" for each in (open_, closed))
+        closed.close()
+        for endpoints, asked in (((away, there), there), ((there, away), there), ((away, away), away), ((away,), away)):
+            monkeypatch.delenv(ENDPOINT_VARIABLE, raising=False)
+            running = replace(state.this_process("chat", "daemon"), endpoints=endpoints)
+            monkeypatch.setattr("kvrelay.known_clusters.alive", lambda running=running: iter([running]))
+            main._find_endpoint(["drain", "decode-0"])
+            assert os.environ[ENDPOINT_VARIABLE] == asked
+    monkeypatch.delenv(ENDPOINT_VARIABLE)
 
 
 def test_the_list_of_commands_says_what_their_own_help_begins_with() -> None:

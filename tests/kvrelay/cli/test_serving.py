@@ -22,7 +22,7 @@ from kvrelay.cli.console import FAILURE, INTERRUPTED, CliError
 from kvrelay.cli.spec.wanted import Wanted, build
 from kvrelay.cli.spec_flags import SpecChanges
 from kvrelay.doctor.finding import Finding
-from kvrelay.known_clusters import Mode, read
+from kvrelay.known_clusters import Mode, alive, read
 from placement.plan import Slo
 from worker.wire.secrets import Secrets
 
@@ -112,10 +112,13 @@ def test_what_is_bad_before_the_start_ends_it_with_nothing_started(
     cluster = Cluster(fail)
     monkeypatch.setattr(deployment, "Deployment", lambda *_, **__: cluster)
     monkeypatch.setattr(checking, "before", bad)
+    names: list[str] = []
+    monkeypatch.setattr(serving, "check_ports", lambda *_, **__: names.extend(each.name for each in alive()))
     asked: dict[str, Any] = {"drawn": SECRETS, "log_dir": "", "mode": "daemon", "view": LineView(), "checks": True}
     assert serving.serve(Wanted(spec=SPEC, sources={}), address=None, **asked) == FAILURE
     assert "lower kv_memory" in capsys.readouterr().err
     assert (cluster.num_watched, cluster.is_stopped) == (0, False)
+    assert (names, read("chat")) == (["chat"], None), "`kvrelay down` could have ended it"
 
 
 @pytest.mark.parametrize("host", ["nohost.invalid", "203.0.113.5"])

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +103,60 @@ def test_down_says_who_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             down.down("chat", timeout=0.1)
         assert read("chat") is not None
         up.kill()
+
+
+@pytest.mark.parametrize("handles", ["signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))", "0"])
+def test_down_ends_what_only_begins_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], handles: str
+) -> None:
+    """It has said and noted nothing yet, whether it hears signals already or not."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    began: list[subprocess.Popen[bytes]] = []
+
+    def spawn(_: str, write_fd: int) -> subprocess.Popen[bytes]:
+        code = f"import signal, sys; {handles}; print(flush=True); signal.pause()"
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, pass_fds=[write_fd])
+        assert child.stdout is not None
+        child.stdout.readline()
+        began.append(child)
+        return child
+
+    monkeypatch.setattr(daemon, "_spawn", spawn)
+    ends = threading.Thread(target=_end_once_noted, args=("chat",))
+    ends.start()
+    assert daemon.start_and_wait("chat", as_json=False) == 1
+    ends.join()
+    assert began[0].returncode == (0 if "exit" in handles else -signal.SIGTERM)
+    assert "chat was ended before it was ready, as by `kvrelay down`" in capsys.readouterr().err
+    assert read("chat") is None
+
+
+def _end_once_noted(name: str) -> None:
+    until_s = time.monotonic() + 5.0
+    while read(name) is None and time.monotonic() < until_s:
+        time.sleep(0.01)
+    down.down(name, timeout=5.0)
+
+
+def test_what_the_child_has_noted_itself_is_left_and_no_other_takes_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as child, subprocess.Popen(["sleep", "60"]) as other:
+        noted = replace(state.of_process(child.pid, "chat", "daemon"), token="t")
+        state.write(noted)
+        state.claim_for(replace(noted, token=""))
+        assert read("chat") == noted
+        with pytest.raises(CliError, match=rf"chat runs already \(process {child.pid}\)"):
+            state.claim_for(state.of_process(other.pid, "chat", "daemon"))
+        state.remove_own("chat", other.pid)
+        assert read("chat") == noted
+        child.kill()
+        other.kill()
+    state.claim_for(ours := state.this_process("chat", "daemon"))
+    state.claim(ours)
+    state.remove_own("chat")
+    assert read("chat") is None
 
 
 def test_of_two_ups_of_one_name_the_second_leaves_the_firsts_note(

@@ -683,6 +683,23 @@ async def test_an_offer_to_upgrade_is_passed_over(size: int) -> None:
         writer.close()
 
 
+async def test_to_a_client_of_http_1_0_nothing_is_sent_in_chunks() -> None:
+    async with http() as h, asyncio.timeout(10):
+        for is_stream in (True, False):
+            asked = posted({"prompt": PROMPT, "max_tokens": 5, "stream": is_stream})
+            reader, writer = await raw(h, asked.replace(b"HTTP/1.1", b"HTTP/1.0"))
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"transfer-encoding" not in head.lower()
+            assert b"connection: close" in head.lower()
+            if is_stream:
+                assert all(line.startswith(b"data: ") for line in body.splitlines() if line)
+                assert body.endswith(b"data: [DONE]\n\n")
+            else:
+                assert f"content-length: {len(body)}".encode() in head.lower()
+            writer.close()
+
+
 async def test_a_client_that_asks_twice_at_once_gets_the_first_answer_and_the_end() -> None:
     health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
     async with http() as h, asyncio.timeout(10):
