@@ -168,8 +168,7 @@ class RoutedRequest:
     stays_away: dict[str, float] | None = None  # from decode workers that let its handoff wait, until when
     stalled_s: float | None = None  # since when its handoff has waited for pages
     link: tuple[str, str] | None = None  # from whom and to whom its KV is on its way, where that is counted
-    leaves_at_s: float = 0.0  # when its KV may have begun to leave where it is read, by what was predicted
-    read_at_s: float = 0.0  # likewise, when it has been read
+    is_on_link: bool = False  # all of it is read, and counted at the other end, too
 
     def at(self, phase: str) -> str:
         """The worker that computes it."""

@@ -503,7 +503,7 @@ class RouterPolicy:
             return
         request.has_first_token = True
         self._workers.prefill.drop(request)
-        request.read_at_s = min(request.read_at_s, now)
+        self._workers.handoff_times.on_read(request)
         self._queue.on_computed(now, request.work)
         if request.past.died_in == PREFILL:
             self._pass(request)

@@ -19,7 +19,6 @@ from cluster.router.moving.passing import Passing
 from cluster.router.options import RouterOptions
 from cluster.router.placing.handoff_times import HandoffTimes
 from cluster.router.placing.placing import Placed, Placing
-from cluster.router.placing.predicting import read_s
 from cluster.router.takers import alone_in
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
@@ -200,8 +199,6 @@ class Workers:
 
     def take(self, request: RoutedRequest, placed: Placed, now: float) -> None:
         """The request, in which the workers are noted, goes to them."""
-        read_in_s = placed.read_in_s or (read_s(placed.prefill, request.shape) if self.prefill.has_both else 0.0)
-        request.leaves_at_s, request.read_at_s = now + (placed.leaves_in_s or read_in_s), now + read_in_s
         self.prefill.add(placed.prefill, request)
         self.moving.note_priority(request.shape.priority)
         self._promise(placed.decode, request)

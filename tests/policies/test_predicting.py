@@ -153,19 +153,6 @@ def test_a_link_that_is_full_is_avoided_until_it_is_empty() -> None:
     assert placed(policy, shape("c")) == ("m0", "d0")
 
 
-def test_what_many_read_at_once_for_one_waits_for_its_link() -> None:
-    """Each of them alone would be there when it is read."""
-    readers = [f"p{i}" for i in range(9)]
-    policy = policy_with(*readers, "m0", "m1", m0=BUSY, m1={"num_running": 72, "available_pages": PAGES - 72 * 64})
-    for reader in readers:
-        for writer in ("m0", "m1"):
-            handed_over(policy, (reader, writer), 2e-5)
-    assert placed(policy, shape("first")) == ("p0", "m0")
-    for reader in readers[1:]:
-        assert placed(policy, shape(f"at {reader}", pair=(reader, "m0"))) == (reader, "m0")
-    assert placed(policy, shape("last"))[1] == "m1", "fewer write at the other, yet all these leave before it"
-
-
 def test_what_others_have_yet_to_read_is_on_no_link() -> None:
     """It leaves no faster than it is read: an idle worker is not left for a queue in which the wait is hidden."""
     readers = [f"p{i}" for i in range(4)]

@@ -2,8 +2,8 @@
 
 A handoff takes its turn on two links, its prefill worker's and its decode worker's, and leaves while its prompt is
 read: only what the reading does not hide makes its answer late. Where a link falls behind, others are late for it, too.
-What stands before it at its prefill worker is read and leaves before it. So does what other prefill workers send to the
-same decode worker and have read before, by what was predicted for each: together they may read faster than that takes.
+What stands before it at its prefill worker is read and leaves before it. Of what other prefill workers send to the same
+decode worker only that does which is read by now: the rest leaves no faster than it is read.
 So a prompt that could stay where it is read does so when links are slow or full (predicting.py).
 
 Each router counts its own requests only.
@@ -11,7 +11,6 @@ Each router counts its own requests only.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import exp2, isfinite
@@ -26,10 +25,14 @@ MAX_PAIRS = 65_536  # that are remembered
 
 @dataclass(slots=True)
 class Load:
-    """On its way from one prefill worker."""
+    """On its way, by one worker's link."""
 
     tokens: int = 0
     requests: int = 0
+
+    def add(self, tokens: int, requests: int) -> None:
+        self.tokens += tokens
+        self.requests += requests
 
 
 EMPTY = Load()
@@ -62,7 +65,7 @@ class HandoffTimes:
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], Known] = {}  # of a pair, and of a worker with all that it sends to: ""
         self._out: dict[str, Load] = {}  # by prefill worker
-        self._in: defaultdict[str, dict[str, RoutedRequest]] = defaultdict(dict)  # by decode worker
+        self._in: dict[str, Load] = {}  # by decode worker
 
     def note(self, prefill: str, decode: str, tokens: int, taken_s: float, now: float) -> None:
         """A handoff of so many tokens took so long, by its receipt."""
@@ -86,42 +89,43 @@ class HandoffTimes:
         if request.prefill == request.decode:
             return
         request.link = (request.prefill, request.decode)
-        load = self._out.setdefault(request.prefill, Load())
-        load.tokens += request.shape.kv_len
-        load.requests += 1
-        self._in[request.decode][request.shape.id] = request
+        self._count(self._out, request.prefill, request, 1)
+        if request.has_first_token:
+            self.on_read(request)
+
+    def on_read(self, request: RoutedRequest) -> None:
+        """All of it is on its way."""
+        if request.link is not None:
+            self._count(self._in, request.link[1], request, 1)
+            request.is_on_link = True
 
     def end(self, request: RoutedRequest) -> None:
         """It is there, or over."""
         if request.link is None:
             return
-        (prefill, decode), request.link = request.link, None
-        load = self._out[prefill]
-        load.tokens -= request.shape.kv_len
-        load.requests -= 1
+        self._count(self._out, request.link[0], request, -1)
+        if request.is_on_link:
+            self._count(self._in, request.link[1], request, -1)
+        request.link, request.is_on_link = None, False
+
+    def _count(self, loads: dict[str, Load], name: str, request: RoutedRequest, sign: int) -> None:
+        load = loads.setdefault(name, Load())
+        load.add(sign * request.shape.kv_len, sign)
         if not load.requests:
-            del self._out[prefill]
-        del self._in[decode][request.shape.id]
-        if not self._in[decode]:
-            del self._in[decode]
+            del loads[name]
 
     def wait(self, prefill: str, decode: str, tokens: int, now: float, *, read_in_s: float, own_s: float) -> Wait:
         """Of so many tokens, which are read in so many seconds from now, in the last `own_s` of them."""
         token_s = self.token_s(prefill, decode, now)
         if not token_s or not isfinite(read_in_s):
             return NO_WAIT
-        out = self._out.get(prefill, EMPTY)
-        before = [each for each in self._in.get(decode, {}).values() if each.read_at_s <= now + read_in_s]
-        free_in_s = token_s * out.tokens
-        into_in_s = 0.0
-        for each in sorted(before, key=_by_reading):
-            into_in_s = max(into_in_s, each.leaves_at_s - now) + token_s * each.shape.kv_len
-        free_in_s = max(free_in_s, into_in_s)
+        out, into = self._out.get(prefill, EMPTY), self._in.get(decode, EMPTY)
+        free_in_s = token_s * max(out.tokens, into.tokens)
         may_leave_s = read_in_s - own_s
         exposed_s = max(0.0, max(free_in_s, may_leave_s) + token_s * tokens - read_in_s)
         if free_in_s <= may_leave_s:
             return Wait(exposed_s, exposed_s)
-        return Wait(exposed_s, exposed_s + token_s * tokens * (out.requests + len(before)))
+        return Wait(exposed_s, exposed_s + token_s * tokens * (out.requests + into.requests))
 
     def forget(self, name: str) -> None:
         """The worker is lost: the next of its name may stand elsewhere."""
@@ -129,16 +133,10 @@ class HandoffTimes:
             del self._known[pair]
 
     def check_invariants(self, requests: Iterable[RoutedRequest]) -> None:
-        out: dict[str, Load] = {}
-        into: dict[str, dict[str, RoutedRequest]] = {}
-        for request in requests:
-            if request.link is not None:
-                load = out.setdefault(request.link[0], Load())
-                load.tokens, load.requests = load.tokens + request.shape.kv_len, load.requests + 1
-                into.setdefault(request.link[1], {})[request.shape.id] = request
-        assert self._out == out, f"{self._out} is counted on its way, and {out} is"
-        assert self._in == into, f"{self._in} is counted on its way, and {into} is"
-
-
-def _by_reading(request: RoutedRequest) -> float:
-    return request.read_at_s
+        requests = list(requests)
+        for end, loads in enumerate((self._out, self._in)):
+            found: dict[str, Load] = {}
+            for request in requests:
+                if request.link is not None and (end == 0 or request.is_on_link):
+                    found.setdefault(request.link[end], Load()).add(request.shape.kv_len, 1)
+            assert loads == found, f"{loads} is counted on its way, and {found} is"

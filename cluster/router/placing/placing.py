@@ -36,8 +36,6 @@ class Placed:
     prefill: PrefillAccount
     decode: DecodeAccount
     words: str | Foretold = ""  # that say why, beside the figures
-    leaves_in_s: float = 0.0  # its KV may begin to leave then; 0: nothing is predicted
-    read_in_s: float = 0.0
 
     def seen(self, shape: RequestShape) -> Seen:
         prefill, decode = self.prefill, self.decode
@@ -181,12 +179,12 @@ class Placing:
         if not self._may_predict(request):
             return None
         shape, past = request.shape, request.past
-        target, waited_s = self.target_of(shape), now - request.queued_s
+        target = self.target_of(shape)
         prefills = self._prefill.few(shape, self._health.shunned(past, PREFILL, now))
         best = best_predicted(
             shape,
             target,
-            waited_s,
+            now - request.queued_s,
             [account for account in prefills if not self._backlog(account, shape)],
             self._decode.few(shape, self._health.shunned(past, DECODE, now)),
             lambda prefill, decode: self._health.is_broken_pair(prefill, decode, now),
@@ -198,14 +196,7 @@ class Placing:
         foretold = Foretold(
             ttft_s=best.read.takes_s, tpot_s=best.written.takes_s, slo_ttft_s=target.ttft_s, slo_tpot_s=target.tpot_s
         )
-        read_in_s = best.read.takes_s - waited_s
-        return Placed(
-            prefill=best.prefill,
-            decode=best.decode,
-            words=foretold,
-            leaves_in_s=read_in_s - best.read.own_s,
-            read_in_s=read_in_s,
-        )
+        return Placed(prefill=best.prefill, decode=best.decode, words=foretold)
 
     def _may_predict(self, request: RoutedRequest) -> bool:
         if not self._prefill.has_both:
