@@ -224,7 +224,12 @@ class Move:
 class Decoder(Reporting):
     def __init__(self, name: str) -> None:
         self.name = name
-        self.ingress_free_s = 0.0  # when its link has passed all that is booked
+        self._ingress_free_s = 0.0  # when its link has passed all that is booked
+
+    def let_in(self, ready_s: float, wire_s: float) -> float:
+        """When its link has passed what is ready then and takes so long."""
+        self._ingress_free_s = max(ready_s, self._ingress_free_s) + wire_s
+        return self._ingress_free_s
 
     @abstractmethod
     def reserve(self, attempt: Attempt) -> None: ...

@@ -113,10 +113,10 @@ class Moves(Mover):
     def _sent_s(self, move: Move, num_tokens: int) -> float:
         """When the links of both have passed so many tokens' KV."""
         wire_s = self.latency.transfer_s(num_tokens)
-        start_s = max(self.router.clock.now, self._egress_free_s, move.target.ingress_free_s)
-        self._egress_free_s = move.target.ingress_free_s = start_s + wire_s
+        now = self.router.clock.now
+        self._egress_free_s = max(now, self._egress_free_s) + wire_s
         self.router.ledger.busy_s["link"] += wire_s
-        return start_s + wire_s
+        return max(self._egress_free_s, move.target.let_in(now, wire_s))
 
     def on_receipt(self, move: Move) -> None:
         if not move.is_over:

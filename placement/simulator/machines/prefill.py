@@ -1,7 +1,8 @@
 """PrefillMachine is prefill_worker/driver.py on the virtual clock: it carries out what a PrefillPolicy decides.
 
 It decides nothing of its own. Steps take what the latency model says; KV leaves layer group by layer group while a step
-is computed, over a link that all handoffs of the worker share, and must fit in the receiver's link too.
+is computed, over a link that all handoffs of the worker share, and must fit in the receiver's link too. What waits for
+a receiver's link holds up nobody who is for another: in life each pair has a connection of its own.
 """
 
 from __future__ import annotations
@@ -237,10 +238,10 @@ class PrefillMachine(Prefiller):
             attempt.sent_tokens += tokens - skipped
             attempt.wire_s += wire_s
             ready_s = max(now, begun_s + (done_s - begun_s) / groups)
-            start_s = max(ready_s, self.egress_free_s, attempt.decode.ingress_free_s)
-            self.egress_free_s = attempt.decode.ingress_free_s = start_s + wire_s
+            self.egress_free_s = max(ready_s, self.egress_free_s) + wire_s
+            passed_s = max(self.egress_free_s, attempt.decode.let_in(ready_s, wire_s))
             self.router.ledger.busy_s["link"] += wire_s
-            attempt.wire_end_s = max(attempt.wire_end_s, start_s + wire_s)
+            attempt.wire_end_s = max(attempt.wire_end_s, passed_s)
             attempt.tail_s = wire_s / groups  # its last layers cannot leave before the step has ended
         attempt.segments.clear()
 
