@@ -38,7 +38,7 @@ def policy_with(
             name=name, role=role, total_pages=PAGES, page_size=PAGE, step_tokens=2048, num_stages=num_stages
         )
         policy.on_worker_up(replace(view, chunk_tokens=chunk_tokens if role == "mixed" else 0), 0.0)
-        told = {"available_pages": PAGES, "costs": COSTS, **reports.get(name, {})}
+        told = {"available_pages": PAGES, "costs": COSTS, **dict(reports.get(name, {}))}
         policy.on_report(name, Report(made_s=1.0, **told), 1.0)
     return policy
 
@@ -81,6 +81,18 @@ def test_an_answer_goes_where_its_steps_are_short_enough() -> None:
     slow = policy_with("m0", "d0", m0=READING, d0=BUSY)
     assert placed(slow, shape()) == ("m0", "d0")
     assert placed(slow, shape("b", slo_tpot_s=0.1)) == ("m0", "m0")  # this one minds less
+
+
+def test_of_many_workers_those_that_read_little_are_looked_at_too() -> None:
+    """They have larger batches than all that read: an answer would make each of those late."""
+    readers, writers = [f"m{i}" for i in range(36)], [f"m{i}" for i in range(36, 40)]
+    reports: dict[str, Any] = dict.fromkeys(readers, tuple(READING.items()))
+    reports |= dict.fromkeys(writers, (("num_running", 20), ("available_pages", 9000)))
+    policy = policy_with(*readers, *writers, **reports)
+    assert placed(policy, shape())[1] in writers
+    for name in writers:
+        policy.on_worker_lost(name, "it went", 1.0)
+    assert placed(policy, shape("next"))[1] in readers
 
 
 def test_who_wants_short_steps_is_not_joined_by_who_would_make_them_longer() -> None:

@@ -7,14 +7,15 @@ the few workers that have enough are looked at, else the smallest batches in tur
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 from cluster.router.accounts import DecodeAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking
 from cluster.router.health.shunned import BARRED, NOBODY, Shunned
-from cluster.router.placing.predicting import is_slow
+from cluster.router.placing.predicting import is_slow, token_s
 from engine.pages.pool import pages_for
 
-FEW = 32  # workers, looked at one by one
+FEW = 16  # workers, looked at one by one
 NEXT = 4  # likewise, before it is asked who has pages
 
 
@@ -28,10 +29,12 @@ class DecodeCandidates:
         self._overcommit = overcommit
         self._by_batch = Ranking()  # those that take new requests
         self._by_pages = Ranking()  # the same
+        self._by_token = Ranking()  # the same, by the microseconds that one takes
         self._uneasy: dict[str, None] = {}  # that drain, are short of pages, or slower than somebody there wants
         self._spacious: dict[str, None] = {}  # that would not be short with one request more
         self._changed: dict[str, None] = {}
         self._pages_changed: dict[str, None] = {}  # likewise, where only these are ranked
+        self._token_changed: dict[str, None] = {}
         self._page_size = 1  # the largest
         self._most_beyond = 0  # pages
 
@@ -152,10 +155,16 @@ class DecodeCandidates:
                 return account
         return self._why_none(shape, shunned, last_resorts)
 
-    def few(self, shape: RequestShape, shunned: Shunned) -> list[DecodeAccount]:
-        """Those of the smallest batches that have pages for it now."""
+    def few(self, shape: RequestShape, shunned: Shunned, readers: Iterable[str]) -> list[DecodeAccount]:
+        """Those of the smallest batches, those whose tokens take least, as who reads few prompts has a larger batch,
+        and these readers; of all that have pages for it now."""
         self._rank()
-        accounts = [self.accounts[name] for _, name in self._by_batch.keys[:FEW] if name not in shunned]
+        keys = self._by_batch.keys[:FEW]
+        if len(self._by_batch) > FEW:
+            self._rank_tokens()
+            keys = [*keys, *self._by_token.keys[:FEW]]
+        names = dict.fromkeys([*[name for _, name in keys], *readers])
+        accounts = [self.accounts[name] for name in names if name not in shunned and name in self.accounts]
         return [account for account in accounts if self.has_room(account, shape)]
 
     def least(self, count: int) -> list[DecodeAccount]:
@@ -290,7 +299,7 @@ class DecodeCandidates:
                 self._uneasy[name] = None
             else:
                 self._uneasy.pop(name, None)
-            self._pages_changed[name] = None
+            self._pages_changed[name] = self._token_changed[name] = None
         self._changed.clear()
 
     def _rank_pages(self) -> None:
@@ -303,13 +312,24 @@ class DecodeCandidates:
                 self._by_pages.put(name, account.free_pages)
         self._pages_changed.clear()
 
+    def _rank_tokens(self) -> None:
+        for name in self._token_changed:
+            account = self.accounts.get(name)
+            if account is None or account.report.draining:
+                self._by_token.drop(name)
+            else:
+                self._by_token.put(name, int(token_s(account) * 1e6))
+        self._token_changed.clear()
+
     def check_invariants(self) -> None:
         self._rank_pages()
+        self._rank_tokens()
         for account in self.accounts.values():
             account.check_invariants()
         is_open = [account for account in self.accounts.values() if not account.report.draining]
         self._by_batch.check_invariants({account.view.name: account.batch for account in is_open})
         self._by_pages.check_invariants({account.view.name: account.free_pages for account in is_open})
+        self._by_token.check_invariants({account.view.name: int(token_s(account) * 1e6) for account in is_open})
         uneasy = {n for n, a in self.accounts.items() if a.report.draining or a.is_short or is_slow(a)}
         spacious = {account.view.name for account in is_open if account.free_pages - 1 > account.batch}
         assert self._spacious.keys() == spacious, "others have room"

@@ -17,7 +17,7 @@ from cluster.router.candidates.ranking import Ranking
 from cluster.router.health.shunned import BARRED, NOBODY, SOUND, Grade, Shunned
 from engine.pages.pool import PageHash, pages_for
 
-FEW = 32  # workers, looked at one by one
+FEW = 16  # workers, looked at one by one
 
 
 class PrefillCandidates:

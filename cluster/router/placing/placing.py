@@ -186,7 +186,9 @@ class Placing:
             target,
             now - request.queued_s,
             [account for account in prefills if not self._backlog(account, shape)],
-            self._decode.few(shape, self._health.shunned(past, DECODE, now)),
+            self._decode.few(
+                shape, self._health.shunned(past, DECODE, now), [account.view.name for account in prefills]
+            ),
             lambda prefill, decode: self._health.is_broken_pair(prefill, decode, now),
             self._handoff_times,
             now,
@@ -209,7 +211,7 @@ class Placing:
         if self._lends or not self._may_predict(request):
             return ""
         shunned = self._health.shunned(request.past, DECODE, now)
-        least = [account for account in self._decode.few(request.shape, shunned) if not account.batch]
+        least = [account for account in self._decode.few(request.shape, shunned, ()) if not account.batch]
         return next((account.view.name for account in least if account.report.costs is None), "")
 
     def _lent(self, request: RoutedRequest, now: float) -> Placed | None:
