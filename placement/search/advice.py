@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.plan import Goodput, Interval, Pool
+from placement.search.sizing import few_more
 
 NEAR = 0.05  # of the goodput: so little left is the knee
 ALIKE = 0.05  # of a goodput: what searches of two clusters may differ by
@@ -16,9 +17,9 @@ ALIKE = 0.05  # of a goodput: what searches of two clusters may differ by
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """`relief`: the attainment at `over` requests/s, as it is ("") and with one worker more of a role. `arrivals`: what
-    drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any. `no_room`: which requests nobody
-    of it can hold. `has_decode`: not all outputs are one token."""
+    """`relief`: the attainment at `over` requests/s, as it is ("") and with few workers more of a role. `arrivals`:
+    what drawn ones leave out. `acceptance`: of guesses ahead; None: nobody asked for any. `no_room`: which requests
+    nobody of it can hold. `has_decode`: not all outputs are one token."""
 
     chosen: Goodput
     tried: Sequence[Goodput]
@@ -137,10 +138,17 @@ def _on_binding(findings: Findings) -> str:
     if findings.binding not in findings.relief:
         return f"The {findings.binding} pool binds." if findings.binding != "none" else ""
     before, after = findings.relief[""], findings.relief[findings.binding]
+    index = 0 if findings.binding == "prefill" else 1
+    count = few_more(findings.chosen.candidate, index)
     return (
-        f"The {findings.binding} pool binds: at {findings.over:.3g} requests/s one more "
-        f"{findings.binding} worker takes the share that meets both targets from {before:.1%} to {after:.1%}."
+        f"The {findings.binding} pool binds: at {findings.over:.3g} requests/s {more_of(count, findings.binding)} "
+        f"{'takes' if count == 1 else 'take'} the share that meets both targets from {before:.1%} to {after:.1%}."
     )
+
+
+def more_of(count: int, role: str) -> str:
+    """one more prefill worker, 3 more prefill workers"""
+    return f"one more {role} worker" if count == 1 else f"{count} more {role} workers"
 
 
 def _on_copies(copies: int) -> str:

@@ -18,7 +18,7 @@ from placement.search.clusters import JOINT, LONG
 from placement.search.infeasible import no_room
 from placement.search.placements import Placement, goodput_problem, system_of, with_candidate
 from placement.search.problem import PhaseRole, PlanSearch, WorkerGoodput
-from placement.search.sizing import EstimateJob, binding_pool, estimate_job, with_more
+from placement.search.sizing import EstimateJob, binding_pool, estimate_job, few_more, with_more
 from placement.search.what_if import scale_of, swings_of, what_if
 from placement.workload.arrivals import fit_arrivals
 
@@ -194,7 +194,7 @@ class PlanAnswer:
         return knee
 
     def _relieved(self, chosen: Goodput, knee: Estimate) -> tuple[Pool, Mapping[str, float]]:
-        """Which pool binds: where one worker more helps most just above the goodput. Attainment by what was added."""
+        """Which pool binds: where few workers more help most just above the goodput. Attainment by what was added."""
         candidate, as_it_is = chosen.candidate, {"": knee.point.attainment.value}
         if candidate.kind != "two pools":
             return "none", as_it_is
@@ -203,7 +203,8 @@ class PlanAnswer:
         if placement.copies > 1:
             return binding, as_it_is
         roles: tuple[PhaseRole, ...] = ("prefill", "decode")
-        variants = [with_candidate(placement, with_more(placement, candidate, index)) for index in (0, 1)]
+        more = [with_more(placement, candidate, index, few_more(candidate, index)) for index in (0, 1)]
+        variants = [with_candidate(placement, each) for each in more]
         estimates = self._estimates([self._job(variant, knee.point.rate, BINDS) for variant in variants])
         relief = {role: at.point.attainment.value for role, at in zip(roles, estimates, strict=True)}
         if abs(relief["prefill"] - relief["decode"]) > 0.02 and binding != "link":

@@ -152,6 +152,11 @@ def _at_once(candidate: Candidate, index: int) -> int:
     return max(1, candidate.pools[index].replicas // AT_ONCE)
 
 
+def few_more(candidate: Candidate, index: int) -> int:
+    """So many workers more of that pool that a difference can be told: one, of a pool that is not large."""
+    return max(1, 2 * candidate.pools[index].replicas // AT_ONCE)
+
+
 def with_more(placement: Placement, candidate: Candidate, index: int, count: int = 1) -> Candidate:
     """So many workers more in that pool; so many whole pairs, where those are repeated."""
     pools = (

@@ -16,10 +16,11 @@ from placement.goodput.estimate import Effort
 from placement.goodput.search import GoodputProblem, find_goodput
 from placement.goodput.targets import Targets
 from placement.latency.scaled import ScaledLatency
-from placement.plan import Goodput, PoolRole, Slo, Swing
+from placement.plan import Goodput, Slo, Swing
+from placement.search.advice import more_of
 from placement.search.placements import Placement, goodput_problem, with_candidate
 from placement.search.problem import PlanSearch
-from placement.search.sizing import SizingJob, size_for_rate, sizing_job, with_more
+from placement.search.sizing import SizingJob, few_more, size_for_rate, sizing_job, with_more
 from placement.simulator.systems import LiveSystem
 from placement.workload.requests import Workload
 
@@ -129,23 +130,24 @@ def _on_targets(swings: Sequence[Swing], chosen: Goodput) -> str:
 
 
 def _on_one_more(search: PlanSearch, placement: Placement, chosen: Goodput, scale: float) -> str:
-    """The pool in which one more gains most for a GPU."""
+    """The pool in which one more gains most for a GPU, or a few more where it is large."""
     candidate = placement.candidate
-    larger = [with_candidate(placement, with_more(placement, candidate, i)) for i in range(len(candidate.pools))]
+    counts = [few_more(candidate, i) for i in range(len(candidate.pools))]
+    larger = [with_candidate(placement, with_more(placement, candidate, i, n)) for i, n in enumerate(counts)]
     knees = search.done(find_goodput, [_problem(search, each, chosen) for each in larger], "a worker more")
     found = [
-        (pool.role, each, scale * knee.goodput.value)
-        for pool, each, knee in zip(candidate.pools, larger, knees, strict=True)
+        (more_of(count, pool.role), each, scale * knee.goodput.value)
+        for count, pool, each, knee in zip(counts, candidate.pools, larger, knees, strict=True)
     ]
 
-    def gained(each: tuple[PoolRole, Placement, float]) -> float:
+    def gained(each: tuple[str, Placement, float]) -> float:
         return (each[2] - chosen.goodput.value) / (each[1].candidate.gpus - candidate.gpus)
 
-    role, best, goodput = max(found, key=gained)
+    more, best, goodput = max(found, key=gained)
     added = _priced(search, best.candidate.unit, best.candidate.gpus - candidate.gpus)
     return (
-        f"One more {role} worker ({added}) takes the goodput from {chosen.goodput.value:.3g} to "
-        f"{goodput:.3g} requests/s."
+        f"{more[0].upper()}{more[1:]} ({added}) {'takes' if more.startswith('one') else 'take'} the goodput from "
+        f"{chosen.goodput.value:.3g} to {goodput:.3g} requests/s."
     )
 
 
