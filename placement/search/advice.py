@@ -141,14 +141,10 @@ def _on_binding(findings: Findings) -> str:
     index = 0 if findings.binding == "prefill" else 1
     count = few_more(findings.chosen.candidate, index)
     return (
-        f"The {findings.binding} pool binds: at {findings.over:.3g} requests/s {more_of(count, findings.binding)} "
-        f"{'takes' if count == 1 else 'take'} the share that meets both targets from {before:.1%} to {after:.1%}."
+        f"The {findings.binding} pool binds: at {findings.over:.3g} requests/s "
+        f"{'one' if count == 1 else count} more {findings.binding} worker{'s' if count > 1 else ''} "
+        f"take{'s' if count == 1 else ''} the share that meets both targets from {before:.1%} to {after:.1%}."
     )
-
-
-def more_of(count: int, role: str) -> str:
-    """one more prefill worker, 3 more prefill workers"""
-    return f"one more {role} worker" if count == 1 else f"{count} more {role} workers"
 
 
 def _on_copies(copies: int) -> str:

@@ -73,9 +73,9 @@ def cell_of(candidate: Candidate, least: int) -> tuple[Candidate, float]:
     for size in range(least, min(2 * least, sum(counts) // 2 + 1)):
         cell = [max(1, round(count * size / sum(counts))) for count in counts]
         times = [count / each for count, each in zip(counts, cell, strict=True)]
-        if max(times) / min(times) < unlike:
+        if (ratio := max(times) / min(times)) < unlike:
             pools = tuple(replace(pool, replicas=each) for pool, each in zip(candidate.pools, cell, strict=True))
-            found, unlike = (replace(candidate, pools=pools), min(times)), max(times) / min(times)
+            found, unlike = (replace(candidate, pools=pools), min(times)), ratio
     return found
 
 

@@ -16,8 +16,7 @@ from placement.goodput.estimate import Effort
 from placement.goodput.search import GoodputProblem, find_goodput
 from placement.goodput.targets import Targets
 from placement.latency.scaled import ScaledLatency
-from placement.plan import Goodput, Slo, Swing
-from placement.search.advice import more_of
+from placement.plan import Goodput, PoolRole, Slo, Swing
 from placement.search.placements import Placement, goodput_problem, with_candidate
 from placement.search.problem import PlanSearch
 from placement.search.sizing import SizingJob, few_more, size_for_rate, sizing_job, with_more
@@ -136,18 +135,18 @@ def _on_one_more(search: PlanSearch, placement: Placement, chosen: Goodput, scal
     larger = [with_candidate(placement, with_more(placement, candidate, i, n)) for i, n in enumerate(counts)]
     knees = search.done(find_goodput, [_problem(search, each, chosen) for each in larger], "a worker more")
     found = [
-        (more_of(count, pool.role), each, scale * knee.goodput.value)
+        (count, pool.role, each, scale * knee.goodput.value)
         for count, pool, each, knee in zip(counts, candidate.pools, larger, knees, strict=True)
     ]
 
-    def gained(each: tuple[str, Placement, float]) -> float:
-        return (each[2] - chosen.goodput.value) / (each[1].candidate.gpus - candidate.gpus)
+    def gained(each: tuple[int, PoolRole, Placement, float]) -> float:
+        return (each[3] - chosen.goodput.value) / (each[2].candidate.gpus - candidate.gpus)
 
-    more, best, goodput = max(found, key=gained)
+    count, role, best, goodput = max(found, key=gained)
     added = _priced(search, best.candidate.unit, best.candidate.gpus - candidate.gpus)
     return (
-        f"{more[0].upper()}{more[1:]} ({added}) {'takes' if more.startswith('one') else 'take'} the goodput from "
-        f"{chosen.goodput.value:.3g} to {goodput:.3g} requests/s."
+        f"{'One' if count == 1 else count} more {role} worker{'s' if count > 1 else ''} ({added}) "
+        f"take{'s' if count == 1 else ''} the goodput from {chosen.goodput.value:.3g} to {goodput:.3g} requests/s."
     )
 
 

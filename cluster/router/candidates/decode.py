@@ -7,7 +7,7 @@ the few workers that have enough are looked at, else the smallest batches in tur
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from cluster.router.accounts import DecodeAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking
@@ -304,22 +304,20 @@ class DecodeCandidates:
 
     def _rank_pages(self) -> None:
         self._rank()
-        for name in self._pages_changed:
-            account = self.accounts.get(name)
-            if account is None or account.report.draining:
-                self._by_pages.drop(name)
-            else:
-                self._by_pages.put(name, account.free_pages)
-        self._pages_changed.clear()
+        self._rank_by(self._by_pages, self._pages_changed, lambda account: account.free_pages)
 
     def _rank_tokens(self) -> None:
-        for name in self._token_changed:
+        self._rank()
+        self._rank_by(self._by_token, self._token_changed, _token_us)
+
+    def _rank_by(self, ranking: Ranking, changed: dict[str, None], value_of: Callable[[DecodeAccount], int]) -> None:
+        for name in changed:
             account = self.accounts.get(name)
             if account is None or account.report.draining:
-                self._by_token.drop(name)
+                ranking.drop(name)
             else:
-                self._by_token.put(name, int(token_s(account) * 1e6))
-        self._token_changed.clear()
+                ranking.put(name, value_of(account))
+        changed.clear()
 
     def check_invariants(self) -> None:
         self._rank_pages()
@@ -329,8 +327,12 @@ class DecodeCandidates:
         is_open = [account for account in self.accounts.values() if not account.report.draining]
         self._by_batch.check_invariants({account.view.name: account.batch for account in is_open})
         self._by_pages.check_invariants({account.view.name: account.free_pages for account in is_open})
-        self._by_token.check_invariants({account.view.name: int(token_s(account) * 1e6) for account in is_open})
+        self._by_token.check_invariants({account.view.name: _token_us(account) for account in is_open})
         uneasy = {n for n, a in self.accounts.items() if a.report.draining or a.is_short or is_slow(a)}
         spacious = {account.view.name for account in is_open if account.free_pages - 1 > account.batch}
         assert self._spacious.keys() == spacious, "others have room"
         assert self._uneasy.keys() == uneasy, "requests may have to leave other workers"
+
+
+def _token_us(account: DecodeAccount) -> int:
+    return int(token_s(account) * 1e6)

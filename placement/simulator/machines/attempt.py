@@ -221,15 +221,24 @@ class Move:
         self.is_over = False
 
 
+class Link:
+    """One worker's, one way."""
+
+    __slots__ = ("free_s",)
+
+    def __init__(self) -> None:
+        self.free_s = 0.0  # when it has passed all that is booked
+
+    def book(self, ready_s: float, wire_s: float) -> float:
+        """When it has passed what is ready then and takes so long."""
+        self.free_s = max(ready_s, self.free_s) + wire_s
+        return self.free_s
+
+
 class Decoder(Reporting):
     def __init__(self, name: str) -> None:
         self.name = name
-        self._ingress_free_s = 0.0  # when its link has passed all that is booked
-
-    def let_in(self, ready_s: float, wire_s: float) -> float:
-        """When its link has passed what is ready then and takes so long."""
-        self._ingress_free_s = max(ready_s, self._ingress_free_s) + wire_s
-        return self._ingress_free_s
+        self.ingress = Link()
 
     @abstractmethod
     def reserve(self, attempt: Attempt) -> None: ...

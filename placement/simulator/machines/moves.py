@@ -17,7 +17,7 @@ from decode_worker.batches import NEVER
 from decode_worker.policy import DecodePolicy
 from kv_transfer.lease import MOVE_ROOM_TOKENS
 from placement.latency.base import LatencyModel
-from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Move, Mover
+from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Link, Move, Mover
 
 
 class Moves(Mover):
@@ -44,7 +44,7 @@ class Moves(Mover):
         self._left = left
         self._asked: list[Move] = []
         self._moves: dict[str, Move] = {}  # under way
-        self._egress_free_s = 0.0  # when the link has passed all that is booked
+        self._egress = Link()
 
     def begin(self, attempt: Attempt, target: Decoder) -> None:
         self._asked.append(Move(self, attempt, target))
@@ -114,9 +114,8 @@ class Moves(Mover):
         """When the links of both have passed so many tokens' KV."""
         wire_s = self.latency.transfer_s(num_tokens)
         now = self.router.clock.now
-        self._egress_free_s = max(now, self._egress_free_s) + wire_s
         self.router.ledger.busy_s["link"] += wire_s
-        return max(self._egress_free_s, move.target.let_in(now, wire_s))
+        return max(self._egress.book(now, wire_s), move.target.ingress.book(now, wire_s))
 
     def on_receipt(self, move: Move) -> None:
         if not move.is_over:

@@ -11,7 +11,7 @@ from cluster.router.accounts import Report
 from engine.pages.news import PageNews
 from placement.simulator.cluster import SimWorker
 from placement.simulator.ledger import HANDOFF, PREFILL
-from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Prefiller
+from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Link, Prefiller
 from placement.simulator.machines.host import Host
 from prefill_worker.policy import PrefillBatch, PrefillPolicy
 from worker.steps.costs import StepCosts
@@ -28,7 +28,7 @@ class PrefillMachine(Prefiller):
         self.is_draining = False
         self.is_busy = False  # its first stage
         self.last_done_s = 0.0
-        self.egress_free_s = 0.0
+        self.egress = Link()
         self.last_seq = 0  # of Submits that it has seen
         self.host = host  # that it shares with decode workers
         self.costs: StepCosts | None = None  # as it tells them
@@ -238,8 +238,7 @@ class PrefillMachine(Prefiller):
             attempt.sent_tokens += tokens - skipped
             attempt.wire_s += wire_s
             ready_s = max(now, begun_s + (done_s - begun_s) / groups)
-            self.egress_free_s = max(ready_s, self.egress_free_s) + wire_s
-            passed_s = max(self.egress_free_s, attempt.decode.let_in(ready_s, wire_s))
+            passed_s = max(self.egress.book(ready_s, wire_s), attempt.decode.ingress.book(ready_s, wire_s))
             self.router.ledger.busy_s["link"] += wire_s
             attempt.wire_end_s = max(attempt.wire_end_s, passed_s)
             attempt.tail_s = wire_s / groups  # its last layers cannot leave before the step has ended
