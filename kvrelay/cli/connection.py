@@ -23,7 +23,7 @@ from kvrelay.client.types import Delta, KvrelayError
 from worker.wire.tls import TlsFiles
 from worker.wire.tokens import TokenError
 
-_EXIT_CODES = {"INVALID_ARGUMENT": USAGE, "DEADLINE_EXCEEDED": 124}
+_EXIT_CODES = {"INVALID_ARGUMENT": USAGE, "NOT_FOUND": USAGE, "DEADLINE_EXCEEDED": 124}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ It owns the flags, what is printed, and the exit code; what a flag may be is for
 stdout and nothing else does; one line of figures goes to stderr. With --json stdout is one object.
 
 Exit codes: 0 done; 1 the server or the network failed; 2 the request can never be served (wrong usage, or the server
-says INVALID_ARGUMENT); 124 the --timeout passed (as timeout(1)); 130 interrupted (the request is cancelled).
+says INVALID_ARGUMENT or NOT_FOUND); 124 the --timeout passed (as timeout(1)); 130 interrupted (the request is
+cancelled).
 """
 
 from __future__ import annotations

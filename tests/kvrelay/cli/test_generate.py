@@ -107,7 +107,7 @@ def test_several_choices_do_not_mix(server: ScriptedServer) -> None:
 
 @pytest.mark.parametrize(
     ("code", "exit_code"),
-    [("INVALID_ARGUMENT", 2), ("NOT_FOUND", 1), ("RESOURCE_EXHAUSTED", 1), ("UNAVAILABLE", 1), ("INTERNAL", 1)],
+    [("INVALID_ARGUMENT", 2), ("NOT_FOUND", 2), ("RESOURCE_EXHAUSTED", 1), ("UNAVAILABLE", 1), ("INTERNAL", 1)],
 )
 def test_a_refusal_is_one_sentence_and_an_exit_code(server: ScriptedServer, code: str, exit_code: int) -> None:
     result = run(server, f"fail {code}")
