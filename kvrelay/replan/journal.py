@@ -65,9 +65,14 @@ class Journal:
         self._lock: TextIO | None = None
 
     def hold(self) -> bool:
-        """Be the one who has workers change, until this process ends; False: another process is."""
-        self._make_folder()
-        self._lock = self._path.with_suffix(".lock").open("w")
+        """Be the one who has workers change, until this process ends; False: another process is. Raises KvrelayError
+        where no lock can be had."""
+        path = self._path.with_suffix(".lock")
+        try:
+            self._make_folder()
+            self._lock = path.open("w")
+        except OSError as error:
+            raise _refused(f"{path}, by which one process alone has workers change, cannot be written", error) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -106,12 +111,19 @@ class Journal:
             log.warning("the journal of decisions %s cannot be written: %s", self._path, error.strerror or error)
 
     def last(self, count: int) -> list[dict[str, Any]]:
-        """The newest last; none where nothing was written."""
+        """The newest last; none where nothing was written. Raises KvrelayError for what cannot be read."""
         try:
             lines = self._path.read_text().splitlines()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise _refused(f"the journal of decisions {self._path} cannot be read", error) from None
         return [entry for line in lines[-count:] if (entry := _read(line))]
+
+
+def _refused(what: str, error: OSError) -> KvrelayError:
+    why = (error.strerror or str(error)).lower()
+    return KvrelayError("FAILED_PRECONDITION", f"{what}: {why}; mend that, or give another XDG_STATE_HOME")
 
 
 def changes_of(entry: Mapping[str, Any]) -> Iterator[str]:

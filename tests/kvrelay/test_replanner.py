@@ -344,6 +344,14 @@ def test_one_process_has_the_workers_change(tmp_path: Path) -> None:
     assert Journal(path).hold()
 
 
+def test_where_no_lock_or_journal_can_be_had_it_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (folder := tmp_path / "decisions").touch()
+    journal = Journal(folder / "x.jsonl")
+    for ask, what in ((journal.hold, f"{folder}/x.lock, by which"), (lambda: journal.last(1), f"{folder}/x.jsonl")):
+        with pytest.raises(KvrelayError, match=f"^FAILED_PRECONDITION: .*{what}.* give another XDG_STATE_HOME$"):
+            ask()
+
+
 def test_a_cluster_has_one_journal_and_one_lock_whichever_router_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

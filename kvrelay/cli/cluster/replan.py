@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrelay.cli.cluster.state import written_or_told
 from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import USAGE, CliError, JsonOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
@@ -95,7 +94,7 @@ def replan(
             policy=policy,
             window_s=window,
         )
-        with ExitStack() as stack, written_or_told():
+        with ExitStack() as stack:
             clients = [stack.enter_context(router.client_of(each)) for each in router.endpoints()]
             replanner: Replanner | None = None
             while True:
