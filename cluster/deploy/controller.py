@@ -133,7 +133,7 @@ class Controller:
         if is_new_stage:
             await self.save()
         if self._roster.is_to_be_replaced(event):
-            await self._replace(event["name"], f"it failed: {event['reason']}")
+            await self._replace(event["name"], f"it failed: {self._roster.member(event['name']).reason}")
         if self._roster.version != version:
             await self._notify()
         self._tell_routers()

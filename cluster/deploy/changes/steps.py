@@ -78,8 +78,11 @@ def next_step(
 ) -> Step:
     """`sizes`: how many each pool shall have. `surges`: which may have one more; None: not known yet. `alone`: by
     worker, why it may not leave now, as routers say."""
-    if failed := [each for each in workers if each.failure and not (each.is_leaving or each.is_unserved)]:
-        return _stop(failed[0], workers)
+    failed = [each for each in workers if each.failure and not (each.is_leaving or each.is_unserved)]
+    if hopeless := next((each for each in failed if each.is_current), None):
+        return _stop(hopeless, workers)
+    if failed:
+        return Drain(failed[0].name)  # what it failed of, the spec may have no more
     return (
         _grow(sizes, workers)
         or _wait_for_new(sizes, workers)

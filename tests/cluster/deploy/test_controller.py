@@ -247,6 +247,21 @@ def test_what_failed_is_replaced_by_the_next_controller(
     assert killed == [members["decode-0"]]
 
 
+async def test_what_failed_keeps_its_reason_though_what_it_said_before_is_being_noted_still(
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.kill", lambda *_, **__: None)
+    async with running() as controller:
+        controller._roster.was_ready = True
+        said = members["decode-0"].event | {"incarnation": "b"}
+        members["decode-0"].event = said | {"stage": "failed", "reason": "no memory"}
+        monkeypatch.setattr(controller, "save", lambda: asyncio.sleep(0))
+        await asyncio.gather(
+            controller.on_event(said | {"stage": "weights"}), controller.on_event(members["decode-0"].event)
+        )
+        assert controller._roster.member("decode-0").last_death.startswith("it failed: no memory")
+
+
 async def test_a_name_is_given_again_when_ray_knows_no_such_actor(
     members: dict[str, Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,22 @@ def test_a_new_worker_that_does_not_become_ready_ends_it_and_nothing_old_is_touc
     assert all(worker.is_used for name, worker in world.workers.items() if name != "prefill-1")
 
 
+def test_what_a_spec_made_fail_is_replaced_by_the_next_before_anybody_else_goes() -> None:
+    world = World({"prefill": 1, "mixed": 1, "decode": 1})
+    del world.sizes["mixed"]
+    world.alone["mixed-0"] = "mixed-0 is the only worker for decode that takes requests"
+    world.change("decode-0", is_used=False, failure="less than one page")
+    why = "decode-0 does not become ready: less than one page; the others stay as they are"
+    assert world.step() == Stop(why)
+    world.outdate("decode")
+    assert world.step() == Drain("decode-0")
+    world.settle()
+    assert world.step() == Start("decode")
+    world.settle()
+    world.alone.clear()
+    assert world.run()[-2:] == [Drain("mixed-0"), Done()]
+
+
 def test_an_old_worker_that_is_down_is_replaced_and_not_waited_for() -> None:
     world = World({"prefill": 1, "decode": 1})
     world.outdate("decode")
