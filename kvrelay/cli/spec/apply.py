@@ -28,8 +28,8 @@ HELP = """Change what a running cluster runs with, to what a spec says.
 Give the spec and the flags that `kvrelay up` would take. What differs from what the cluster runs with is shown in three
 groups: what changes now; what changes by replacing workers one after another, as `kvrelay roll` does; and what cannot
 change while it runs. With one of the last nothing is changed at all. Applied again it does nothing, or goes on where it
-was interrupted. Exit codes: 0 done, or nothing to do; 1 it stopped, or the time was over; 2 refused, nothing has
-changed.
+was interrupted. Exit codes: 0 done, or nothing to do; 1 it stopped, the time was over, or the cluster has been told
+otherwise since; 2 refused, nothing has changed.
 
 Examples:
 
@@ -76,6 +76,8 @@ def apply(
         _note_tokens_file(router, wanted)
         with router.client() as client:  # who may be let in by another token now
             rollout = wait_until_done(client, timeout, show=not (no_progress or as_json))
+            if not rollout.running:
+                _check_runs(client, wanted)
         took_s = round(time.monotonic() - began_s, 1)
         if as_json:
             print_json({"applied": True, **_facts(found), "rollout": asdict(rollout), "seconds": took_s})
@@ -132,6 +134,15 @@ def _apply(client: Client, wanted: Wanted, **how: Any) -> Sequence[SpecChange]:
         if error.code != "FAILED_PRECONDITION":
             raise
         raise CliError(error.message, USAGE) from None
+
+
+def _check_runs(client: Client, wanted: Wanted) -> None:
+    """Raises CliError where somebody has changed it again meanwhile: what has settled is theirs."""
+    if others := [change.key for change in _apply(client, wanted, dry_run=True)]:
+        raise CliError(
+            f"the cluster has been told otherwise since of {', '.join(others)}; `kvrelay config show` says what it "
+            "runs with"
+        )
 
 
 def _show(changes: Sequence[SpecChange], is_settled: bool) -> None:

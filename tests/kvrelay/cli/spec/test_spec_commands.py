@@ -28,7 +28,10 @@ AWAY = Rollout(running=True, current=0, total=0, reason="")  # nobody answers
 
 
 class Cluster:
-    """What its clients are told: `changes` of any spec that is asked for; then a rollout, one state each time."""
+    """What its clients are told: `changes` of any spec that is asked for, and once it is applied those `since`; then a
+    rollout, one state each time."""
+
+    since: tuple[SpecChange, ...] = ()
 
     def __init__(self, *changes: SpecChange, rollouts: tuple[Rollout, ...] = ()) -> None:
         self.changes = changes
@@ -41,7 +44,8 @@ class Cluster:
     ) -> tuple[SpecChange, ...]:
         if not dry_run:
             self.applied.append((json.loads(spec), dict(sources), max_surge))
-        return self.changes
+            return self.changes
+        return self.since if self.applied else self.changes
 
     def roll(self, *pools: str, max_surge: int | None = None) -> None:
         self.rolled.append((pools, max_surge))
@@ -126,6 +130,14 @@ def test_a_spec_that_runs_goes_on_where_it_stopped(path: str, monkeypatch: pytes
     done = call(monkeypatch, cluster, "apply", path, "--yes")
     assert (done.exit_code, len(cluster.applied)) == (1, 1)
     assert "error: decode-2 does not become ready: no memory" in done.output
+
+
+def test_a_spec_that_gave_way_to_another_is_not_said_to_run(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(ROLLING)
+    cluster.since = (ROLLING,)
+    done = call(monkeypatch, cluster, "apply", path, "--yes")
+    assert (done.exit_code, len(cluster.applied)) == (1, 1)
+    assert "error: the cluster has been told otherwise since of pools[0].kv_memory; `kvrelay config" in done.output
 
 
 def test_what_a_program_reads(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
