@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import ssl
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from cluster.front.http.errors import body_of
 from worker.wire.credentials import FollowedTls
 from worker.wire.tls import TlsFiles
 
@@ -23,10 +25,17 @@ HEADERS_S = 10.0  # that a request's headers may take to come, and a connection 
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75.0  # longer than most clients and load balancers keep an idle connection: they close it, and know
 STOP_S = 1.0  # for the last bytes
+_WHY_TOO_LARGE = body_of(f"the headers are larger than {MAX_HEADER_BYTES} bytes", "invalid_request_error")
+_TOO_LARGE = json.dumps(_WHY_TOO_LARGE).encode()
+HEADERS_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%b" % (len(_TOO_LARGE), _TOO_LARGE)
+)
 
 
 class _Connection(HttpToolsProtocol):
-    """Aborted where its client takes nothing for `max_stall_s`, sends no headers in HEADERS_S, or too many of them.
+    """Aborted where its client takes nothing for `max_stall_s`, or sends no headers in HEADERS_S. One that sends too
+    many is told so, and heard out for so long: what is unread when a connection is closed resets it, answer and all.
 
     One that sends a request before the last one is answered gets that answer, and then the connection's end (RFC 9112
     9.3.2: it asks again for the others): uvicorn would stop reading, and nobody would see that the client leaves. An
@@ -41,6 +50,7 @@ class _Connection(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None  # runs while it does not take what is written
         self._untaken_bytes = 0
         self._header_bytes = 0
+        self._awaited_bytes = 0  # that came since headers or a part of a body were whole
         self._is_heard_out = False  # what comes now is read, and dropped
 
     def connection_made(self, transport: Any) -> None:
@@ -56,9 +66,13 @@ class _Connection(HttpToolsProtocol):
         if self._is_heard_out:
             return
         self._unset_keepalive_if_required()
+        self._awaited_bytes += len(data)
         self._parse(data)
-        is_idle = self.cycle is None or self.cycle.response_complete
-        if is_idle and self._headers_timer is None and not self.transport.is_closing():
+        if self._is_heard_out or self.transport.is_closing():
+            return
+        if self._awaited_bytes > MAX_HEADER_BYTES:  # of one header, maybe: the parser keeps it, and tells of it whole
+            self._refuse_headers()
+        elif self._headers_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._await_headers()  # what came was no beginning of a request, and has ended uvicorn's own timer
 
     def _parse(self, data: bytes) -> None:
@@ -105,6 +119,10 @@ class _Connection(HttpToolsProtocol):
             if self.parser.get_http_version() == "1.0":
                 self.cycle.send = partial(_send_unchunked, self.cycle)  # type: ignore[method-assign]
 
+    def on_body(self, body: bytes) -> None:
+        self._awaited_bytes = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         if not self._is_offered_upgrade:
             super().on_message_complete()
@@ -129,6 +147,7 @@ class _Connection(HttpToolsProtocol):
         self._headers_timer = self.loop.call_later(HEADERS_S, self.transport.abort)
 
     def _heard(self) -> None:
+        self._awaited_bytes = 0
         if self._headers_timer is not None:
             self._headers_timer.cancel()
             self._headers_timer = None
@@ -136,6 +155,14 @@ class _Connection(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes
         if self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse_headers()
+            raise ConnectionAbortedError  # ends the parser's work
+
+    def _refuse_headers(self) -> None:
+        self._is_heard_out = True
+        if self._headers_timer is not None:
+            self.transport.write(HEADERS_TOO_LARGE)
+        else:  # they are behind the body, and its answer may have begun
             self.transport.abort()
 
     def _look_again(self) -> None:

@@ -742,6 +742,27 @@ async def test_a_client_that_says_no_more_is_left(monkeypatch: pytest.MonkeyPatc
         writer.close()
 
 
+async def test_headers_that_are_too_large_are_answered_and_heard_out_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with http() as h, asyncio.timeout(20):
+        answer = await h.raw.get("/health", headers={"x-a": "a" * (8 * listening.MAX_HEADER_BYTES)})
+        assert (answer.status_code, answer.headers["connection"]) == (431, "close")
+        assert answer.json()["error"]["message"] == f"the headers are larger than {listening.MAX_HEADER_BYTES} bytes"
+        monkeypatch.setattr(listening, "HEADERS_S", 2.0)
+        endless = b"x-a: " + b"a" * (16 * listening.MAX_HEADER_BYTES)
+        reader, writer = await raw(h, b"GET / HTTP/1.1\r\n" + endless)
+        assert (await reader.read(len(b"HTTP/1.1 431 "))) == b"HTTP/1.1 431 "
+        with suppress(ConnectionError):
+            await reader.read()  # until it is left
+        writer.close()
+        chunked = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+        reader, writer = await raw(h, chunked + endless)
+        with suppress(ConnectionError):
+            assert await reader.read() == b"", "its end never comes"
+        writer.close()
+
+
 async def test_a_client_that_reads_nothing_is_left() -> None:
     async with http(max_stall_s=0.3, worker={"max_model_len": 1 << 16, "num_pages": 1 << 12}) as h:
         asked = {"prompt": PROMPT, "max_tokens": 60_000, "stream": True, "n": 8, "logprobs": 5, "ignore_eos": True}
