@@ -20,6 +20,7 @@ from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, CliError, report
 
 PROGRAM = "kvrelay"
 KNOCK_TIMEOUT_S = 1.0
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5)  # and settings, none of them
 
 app = typer.Typer(
     name=PROGRAM,
@@ -153,8 +154,8 @@ def _begins_forks(arguments: list[str], environment: Mapping[str, str]) -> bool:
 
 
 def _find_endpoint(arguments: list[str]) -> None:
-    """With one cluster running here, the commands that want an endpoint mean that one: of its routers the first at
-    which somebody listens."""
+    """With one cluster running here, the commands that want an endpoint mean that one: of its routers the first that
+    answers."""
     if ENDPOINT_VARIABLE in os.environ or any(a.partition("=")[0] == "--endpoint" for a in arguments):
         return
     from kvrelay import known_clusters
@@ -162,13 +163,17 @@ def _find_endpoint(arguments: list[str]) -> None:
     running = [cluster.endpoints for cluster in known_clusters.alive() if cluster.endpoints]
     if len(running) == 1:
         first, *others = running[0]
-        os.environ[ENDPOINT_VARIABLE] = next(filter(_is_open, running[0]), first) if others else first
+        os.environ[ENDPOINT_VARIABLE] = next(filter(_answers, running[0]), first) if others else first
 
 
-def _is_open(endpoint: str) -> bool:
+def _answers(endpoint: str) -> bool:
+    """The kernel takes connections for a process that hangs, too: who lives says something to a client of HTTP/2, be it
+    that TLS is wanted."""
     host, _, port = endpoint.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S) as knocking:
+            knocking.sendall(HTTP2_PREFACE)
+            knocking.recv(1)
     except OSError:
         return False
     return True

@@ -17,6 +17,7 @@ import typer
 from kvrelay.cli import main
 from kvrelay.cli.cluster import state
 from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, exit_codes
+from tests.kvrelay.client.scripted import ScriptedServer
 
 pytestmark = pytest.mark.unit
 
@@ -53,11 +54,17 @@ def test_a_fork_server_is_begun_where_one_will_be_wanted(
     assert not main._begins_forks(line.split(), {})
 
 
-def test_of_one_cluster_a_router_is_asked_at_which_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as open_, socket.create_server(("127.0.0.1", 0)) as closed:
-        there, away = (f"127.0.0.1:{each.getsockname()[1]}" for each in (open_, closed))
+def test_of_one_cluster_a_router_is_asked_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "KNOCK_TIMEOUT_S", 0.5)
+    with (
+        ScriptedServer() as server,
+        socket.create_server(("127.0.0.1", 0)) as hanging,
+        socket.create_server(("127.0.0.1", 0)) as closed,
+    ):
+        there, (hangs, away) = server.endpoint, (f"127.0.0.1:{each.getsockname()[1]}" for each in (hanging, closed))
         closed.close()
-        for endpoints, asked in (((away, there), there), ((there, away), there), ((away, away), away), ((away,), away)):
+        several = (((away, there), there), ((there, away), there), ((hangs, there), there), ((away, hangs), away))
+        for endpoints, asked in (*several, ((away,), away)):
             monkeypatch.delenv(ENDPOINT_VARIABLE, raising=False)
             running = replace(state.this_process("chat", "daemon"), endpoints=endpoints)
             monkeypatch.setattr("kvrelay.known_clusters.alive", lambda running=running: iter([running]))
