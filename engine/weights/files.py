@@ -1,11 +1,11 @@
 """Which files a model directory must have, and what it is told to lack. It looks at names and sizes, reads an index of
-shards, of a model that could not be loaded the headers, too, and never a weight: what is in the files is for the loader
-to find out."""
+shards and the headers of safetensors, and never a weight: what is in the files is for the loader to find out."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +17,7 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 TOKENIZERS = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
 )
+WHOLE = re.compile(r"[IU]\d+")  # a dtype of safetensors, such as I8
 POINTER = b"version https://git-lfs"
 Files = tuple[tuple[str, int, int, int], ...]  # of a directory: name, bytes, time of change, inode
 
@@ -46,13 +47,11 @@ def why_incomplete(directory: Path) -> str:
 
 def why_unreadable(directory: Path) -> str:
     """Which of the files that it is loaded from is not what it should be; nothing where none is found."""
-    whole = directory / "model.safetensors"
-    names = [whole.name] if whole.exists() else [*_shards(directory)] or ["pytorch_model.bin"]
-    for path in (directory / str(name) for name in names):
+    for path in _loaded_from(directory):
         try:
-            if path.exists() and _is_pointer(path):
+            if _is_pointer(path):
                 return f"{path.name} is a Git LFS pointer; fetch what it stands for, with `git lfs pull`"
-            if path.exists() and path.suffix == ".safetensors":
+            if path.suffix == ".safetensors":
                 with safe_open(str(path), framework="numpy"):
                     pass
         except OSError as error:
@@ -60,6 +59,21 @@ def why_unreadable(directory: Path) -> str:
         except SafetensorError as error:
             return f"{path.name} is damaged or cut short ({error}); copy it anew"
     return ""
+
+
+def whole_numbers(directory: Path) -> Iterator[str]:
+    """The names of its safetensors that are of a type without fractions, but for masks of bool."""
+    for path in _loaded_from(directory):
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="numpy") as file:
+                names = sorted(file.keys())
+                yield from (name for name in names if WHOLE.fullmatch(file.get_slice(name).get_dtype()))
+
+
+def _loaded_from(directory: Path) -> list[Path]:
+    whole = directory / "model.safetensors"
+    names = [whole.name] if whole.exists() else [*_shards(directory)] or ["pytorch_model.bin"]
+    return [path for name in names if (path := directory / str(name)).exists()]
 
 
 def files_of(directory: Path) -> Files:

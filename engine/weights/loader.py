@@ -57,9 +57,9 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
         placed: dict[str, Any] = {"experts_implementation": experts.EAGER}
     else:  # straight to the GPU, file by file, and experts as transformers chooses
         placed = {"device_map": {"": device}}
-    is_fp8 = quantised.method_of(config) == "fp8"
+    method = quantised.method_of(config)
     try:
-        with LOADING, whole_blocks() if is_fp8 else nullcontext():
+        with LOADING, whole_blocks() if method == "fp8" else nullcontext():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 model,
                 config=config,
@@ -72,7 +72,7 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
         why = quantised.why_not_converted(config, error) or why_unreadable(Path(model)) or first_sentence(error)
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
-    quantised.check_read(model, loaded, report["unexpected_keys"])
+    quantised.check_read(model, loaded, report["unexpected_keys"], is_plain=method is None)
     if mismatched := sorted(report["mismatched_keys"]):
         name, held, wanted = mismatched[0]
         raise UnsupportedModel(

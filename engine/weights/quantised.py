@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from engine.errors import UnsupportedModel
+from engine.weights.files import whole_numbers
 
 ADVISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")  # methods that docs/serving.md names
 WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
@@ -67,15 +69,21 @@ def why_not_converted(config: Any, error: Exception) -> str:
     )
 
 
-def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str]) -> None:
+def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str], *, is_plain: bool) -> None:
     """Of the names that were `unexpected` in the files, none is of a quantised weight that was read as a plain one, or
-    not at all. Raises UnsupportedModel."""
+    not at all; nor are weights whole numbers where the config says nothing of that. Raises UnsupportedModel."""
     parameters = {name for name, _ in loaded.named_parameters()}
     for key in sorted(unexpected):
         if _is_of_a_weight(key, parameters, unexpected):
             raise UnsupportedModel(
                 f"model {model!r} has {key}, of a quantised weight, of which quantization_config in config.json says "
                 f"nothing; give a checkpoint whose config.json tells how it is quantised"
+            )
+    for key in whole_numbers(Path(model)) if is_plain else ():
+        if key not in unexpected and (key in parameters or key.endswith(".weight")):
+            raise UnsupportedModel(
+                f"model {model!r} has {key} in whole numbers, of a quantised weight, of which quantization_config in "
+                f"config.json says nothing; give a checkpoint whose config.json tells how it is quantised"
             )
 
 

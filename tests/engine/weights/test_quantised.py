@@ -227,6 +227,27 @@ def test_one_whose_config_says_nothing_of_it_is_refused(
         logits(directory)
 
 
+@pytest.mark.parametrize(
+    ("kind", "part", "dtype", "first"),
+    [
+        ("llama", "down_proj", torch.int8, "model.layers.0.mlp.down_proj.weight"),
+        ("mixtral", ".w1.", torch.uint8, "model.layers.0.block_sparse_moe.experts.0.w1.weight"),
+        ("gpt_oss", ".down_proj", torch.int32, "model.layers.0.mlp.experts.down_proj"),
+    ],
+)
+def test_whole_numbers_without_a_scale_are_no_weights(
+    kind: str, part: str, dtype: torch.dtype, first: str, tmp_path: Path
+) -> None:
+    model = make_tiny_model(kind, tmp_path / "model")
+    directory = edited(
+        model,
+        tmp_path / "changed",
+        lambda name, w: {name: (w * 100).to(dtype) if part in name else w, f"{name}.position_ids": torch.arange(2)},
+    )
+    with pytest.raises(UnsupportedModel, match=rf"has {first} in whole numbers, of a quantised weight, of which"):
+        logits(directory)
+
+
 def test_scales_of_keys_and_of_layers_that_are_left_out_are_passed_over(model: Path, tmp_path: Path) -> None:
     def change(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         scales = ("k_scale", "input_scale") if "k_proj" in name else ()
