@@ -53,12 +53,7 @@ def load_config(model: str) -> Any:
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
     _check_generation_config(model)
     try:
-        told = PreTrainedConfig.get_config_dict(model)[0].get("quantization_config")
-        if told is not None and not isinstance(told, dict):
-            raise UnsupportedModel(
-                f"quantization_config in config.json of model {model!r} is {told!r:.80}; it is an object, and a model "
-                "that is not quantised has none"
-            )
+        _check_quantization_config(model, PreTrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except UnsupportedModel:
         raise
@@ -68,6 +63,17 @@ def load_config(model: str) -> Any:
                 f"model {model!r} has code of its own, which is not run; give one of a type that transformers knows"
             ) from error
         raise UnsupportedModel(f"model {model!r} cannot be read: {first_sentence(error)}") from error
+
+
+def _check_quantization_config(model: str, config: dict[str, Any]) -> None:
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, dict) else {}):
+        told = section.get("quantization_config")
+        if told is not None and not isinstance(told, dict):
+            raise UnsupportedModel(
+                f"quantization_config in config.json of model {model!r} is {told!r:.80}; it is an object, and a model "
+                "that is not quantised has none"
+            )
 
 
 def _check_generation_config(model: str) -> None:

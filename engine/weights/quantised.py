@@ -30,15 +30,22 @@ UNCONVERTED = ("int-quantized", "naive-quantized")  # formats of compressed-tens
 
 def method_of(config: Any) -> str | None:
     """As its checkpoint names it, if it does; None: it says nothing of being quantised."""
-    told = getattr(config, "quantization_config", None)
-    return str(told.get("quant_method") or "") if isinstance(told, dict) else None
+    told = _told(config)
+    return None if told is None else str(told.get("quant_method") or "")
+
+
+def _told(config: Any) -> dict[str, Any] | None:
+    """By the config, or by the one of its text, which transformers goes by too."""
+    sections = (config, config.get_text_config(decoder=True))
+    told = (getattr(section, "quantization_config", None) for section in sections)
+    return next((each for each in told if isinstance(each, dict)), None)
 
 
 def check(model: str, config: Any) -> None:
     """Have transformers give a quantised checkpoint's weights in full, where it does. Raises UnsupportedModel where
     nobody does."""
-    method = method_of(config)
-    if method is None:
+    told, method = _told(config), method_of(config)
+    if told is None:
         return
     if not method:
         raise UnsupportedModel(
@@ -48,7 +55,7 @@ def check(model: str, config: Any) -> None:
     kinds = AUTO_QUANTIZATION_CONFIG_MAPPING.items()
     able = {name for name, kind in kinds if "dequantize" in inspect.signature(kind.__init__).parameters}
     if method in able:
-        config.quantization_config |= {"dequantize": True}
+        told["dequantize"] = True
     elif method not in WIDENED:
         raise UnsupportedModel(
             f"model {model!r} is quantised by {method}, which cannot be loaded in full width; give one that is not "
@@ -60,7 +67,7 @@ def why_not_converted(config: Any, error: Exception) -> str:
     """What transformers, which failed to load it, does not say; nothing where it is something else."""
     if method_of(config) != "compressed-tensors" or "conversion of the weights" not in str(error):
         return ""
-    layout = config.quantization_config.get("format")
+    layout = (_told(config) or {}).get("format")
     if layout not in UNCONVERTED:
         return ""
     return (

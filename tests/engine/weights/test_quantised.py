@@ -18,14 +18,14 @@ from compressed_tensors.quantization import (
     apply_quantization_config,
 )
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Gemma3Config, LlamaConfig, LlamaForCausalLM
 
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 from engine.types import Chunk
 from kvrelay.demo_model import train_tokenizer
-from tests.zoo import make_tiny_model
+from tests.zoo import ZOO, make_tiny_model
 
 GROUP = 32
 KINDS = {
@@ -274,5 +274,21 @@ def test_one_that_cannot_be_had_in_full_is_refused(told: object, why: str, model
     shutil.copytree(model, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": told}))
+    with pytest.raises(UnsupportedModel, match=why):
+        logits(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"quant_method": "higgs", "bits": 4}, "is quantised by higgs, which cannot be loaded in full width; give one"),
+        ("none", r"quantization_config in config\.json of model .* is 'none'; it is an object, and a model that"),
+    ],
+)
+def test_one_that_the_config_of_the_text_tells_of_is_looked_at(told: object, why: str, tmp_path: Path) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=ZOO["gemma3_text"]().to_dict(), vision_config=vision).to_dict()
+    config["text_config"]["quantization_config"] = told
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModel, match=why):
         logits(tmp_path)
