@@ -236,6 +236,16 @@ EXTRA: dict[str, Builder] = {
 
 # Beside EXTRA, whose sweep they would only make longer.
 OTHERS: dict[str, Builder] = {
+    "bert_decoder": lambda: hf.BertConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=MAX_POSITIONS,
+        is_decoder=True,
+        **SPECIAL,
+    ),
     "modernbert_decoder": _like_llama("ModernBertDecoderConfig", local_attention=WINDOW, pad_token_id=EOS_ID),
     "dbrx": lambda: hf.DbrxConfig(
         vocab_size=VOCAB,

@@ -115,9 +115,15 @@ def cut(model: PreTrainedModel, probe: Probe, stage: Stage, run_once: Callable[[
         if i not in run:
             enters = entry if i == run.start - 1 else None
             layers[i] = Elsewhere(layer, is_behind=i >= run.stop, entry=enters, in_tuple=in_tuple)
-    if not stage.is_last and model.get_output_embeddings() is not None:
-        model.set_output_embeddings(nn.Identity())
+    if not stage.is_last:
+        _leave_out(model, model.get_output_embeddings())
     return Part(run, entry)
+
+
+def _leave_out(model: nn.Module, head: nn.Module | None) -> None:
+    """By its name: BERT's own setter takes the bias of what it is given."""
+    for name in [name for name, module in model.named_modules() if module is head]:
+        model.set_submodule(name, nn.Identity())
 
 
 def _mend(stage: Stage) -> str:

@@ -165,7 +165,7 @@ def test_fused_stages_give_the_bits_of_the_fused_model(directory: str, dtype: st
         assert len(decoder.layers) == len(stage.cut.part.layers)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v3", "bloom", "gptj"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "deepseek_v3", "bloom", "gptj", "bert_decoder"])
 def test_other_kinds_of_models_in_stages_say_what_they_say_whole(name: str, tmp_path: Path) -> None:
     options = options_of(str(make_tiny_model(name, tmp_path / name)))
     whole, *stages = stages_of(options, 1, 2)
