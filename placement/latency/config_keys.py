@@ -14,12 +14,15 @@ MOST = 2**40  # of any number in a config
 NAMES = {  # ours: the keys under which configs say it, the first that is there
     "num_layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    "embedding_width": ("word_embed_proj_dim", "embedding_size"),
+    "window": ("sliding_window", "attention_chunk_size", "window_size"),
+    "kv_heads": ("num_key_value_heads", "kv_n_heads"),
     "vocab": ("vocab_size",),
     "intermediate": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
-    "positions": ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length"),
+    "positions": ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length", "max_seq_len"),
     "experts": ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts"),
-    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"),
+    "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"),
     "first_dense": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     "expert_step": ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval"),
     # of the layers without experts, where it differs from that of an expert

@@ -19,6 +19,7 @@ WINDOW_IF_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # by use_sliding
 PLAIN_MLP = (  # one matrix up, one down; all others have a gate beside the first
     *("opt", "gpt2", "bloom", "gpt_neox", "gptj", "falcon", "phi", "starcoder2", "mpt", "gpt_bigcode", "codegen"),
     *("gpt_neo", "biogpt", "persimmon", "nemotron", "xglm", "apertus", "arcee", "jais2", "nanochat"),
+    *("bert", "bert-generation", "electra", "ernie"),
 )
 FIRST_DENSE = {  # where a config does not say which layers have experts: so many of the first have none
     **dict.fromkeys(("axk1", "axk2", "dots3_note_text", "exaone_moe", "glm4_moe_lite", "hy_v3", "hy_v4"), 1),
@@ -37,6 +38,7 @@ NO_KV_TYPES = (  # and others whose configs list layers of STATE_LAYERS, which n
 )
 STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
 NEW_ERA = {"bias": False, "norm_bias": False, "positions": 0, "embedding_norm": False, "final_norm": True}
+BERT = dict.fromkeys(("bias", "norm_bias", "has_positions", "embedding_norm", "head_bias", "tied"), True)
 FAMILIES: dict[str, dict[str, Any]] = {  # what these configs leave unsaid; the rest are as Llama
     "opt": {"bias": True, "norm_bias": True, "positions": 2, "tied": True},
     "gpt2": {"bias": True, "norm_bias": True, "positions": 0, "has_positions": True, "tied": True},
@@ -60,10 +62,14 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what these configs leave unsaid; the 
     "llama4_text": {"shared_experts": 1},
     "hunyuan_v1_dense": {"qk_norm": True},
     "hunyuan_v1_moe": {"qk_norm": True, "shared_experts": 1},
+    "xglm": {"bias": True, "norm_bias": True, "tied": True},
+    "gpt_neo": {"norm_bias": True, "mlp_bias": True, "has_positions": True, "tied": True},
     "jais2": {"bias": True, "norm_bias": True},
     "gpt_oss": {"bias": True, "sinks": True, "expert_bias": True, "router_bias": True},
     "glm4_moe": {"router_bias": True},
     "deepseek_v3": {"router_bias": False},
+    **dict.fromkeys(("bert", "ernie"), BERT | {"head_transform": True}),
+    **dict.fromkeys(("bert-generation", "electra"), BERT),
     **{name: {"tied": True} for name in ("biogpt", "cohere_compass_text", "ernie4_5", "ernie4_5_moe", "granite_swa")},
     **{name: {"tied": True} for name in ("minicpm3", "modernbert-decoder", "mpt", "smollm3", "vaultgemma", "youtu")},
 }

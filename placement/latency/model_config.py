@@ -30,6 +30,7 @@ from placement.latency.model_shape import DTYPE_BYTES, ModelShape
 def shape_of(config: Mapping[str, Any], name: str = "model") -> ModelShape:
     """From a config's own keys. Raises PlanError: a key is missing, or the model keeps more than KV."""
     text = section(config, "text_config", name) or section(config, "llm_config", name) or config
+    text = {**section(text, "attn_config", name), **section(text, "ffn_config", name), **text}  # DBRX's parts
     quantised = section(text, "quantization_config", name) or section(config, "quantization_config", name)
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
     return _ShapeReader(ConfigKeys(text, name)).shape(quantised, dtype or "bfloat16")
@@ -132,7 +133,7 @@ class _ShapeReader:
             return 1 if self.keys.config.get("multi_query", True) else heads
         if self.keys.model_type == "gpt_bigcode":
             return 1 if self.keys.config.get("multi_query", True) else heads
-        return self.keys.number("num_key_value_heads", heads) or heads
+        return self.keys.number("kv_heads", heads) or heads
 
     @property
     def _is_parallel(self) -> bool:
@@ -202,13 +203,15 @@ class _ShapeReader:
     def _outer(self, hidden: int, layers: int) -> dict[str, Any]:
         """Embeddings, the norms outside the layers, the head."""
         config, family = self.keys.config, self.family
-        vocab, width = self.keys.positive("vocab"), self.keys.number("word_embed_proj_dim", hidden)
+        vocab, width = self.keys.positive("vocab"), self.keys.number("embedding_width", hidden)
         norm = hidden * (1 + bool(family["norm_bias"]))
         count = vocab * width + norm * (1 + bool(family["embedding_norm"]))
         if family["positions"] or family.get("has_positions"):
             count += (self.keys.positive("positions") + family["positions"]) * hidden
         if width != hidden:
             count += 2 * width * hidden
+        if family.get("head_transform"):
+            count += (hidden + 1) * hidden
         tied = config.get("tie_word_embeddings", family.get("tied", False))
         head = vocab * width
         bias = vocab * bool(family.get("head_bias"))
@@ -216,9 +219,9 @@ class _ShapeReader:
 
     def _window(self, layers: int) -> tuple[int, int]:
         """(tokens, layers that look no further back)."""
-        window = self.keys.number("sliding_window", 0) or self.keys.number("attention_chunk_size", 0)
+        window = self.keys.number("window", 0)
         is_asked = self.keys.config.get("use_sliding_window", self.keys.model_type not in WINDOW_IF_ASKED)
-        types = self.keys.items("layer_types", str)
+        types = self.keys.items("layer_types", str) or self.keys.items("attention_layers", str)
         if not window or not is_asked:
             return 0, 0
         if types:

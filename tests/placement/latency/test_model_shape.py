@@ -70,18 +70,26 @@ def test_parameters_are_those_that_transformers_makes(name: str) -> None:
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SMALL: dict[str, Any] = {"num_hidden_layers": 4, "pad_token_id": 0}
 MORE: dict[str, dict[str, Any]] = {  # that a family's own defaults lack or contradict
+    **{name: {"is_decoder": True} for name in ("bert", "bert-generation", "electra", "ernie")},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "cohere2_moe": {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 4096},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 4, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 640, "moe_num_experts": 8, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "glm4_moe": {"head_dim": 128},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoeshared": {"shared_intermediate_size": 1024},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": [2] * 4},
     "llama4_text": {"interleave_moe_layer_step": 2},
     "ministral": {"head_dim": 128},
 }
-# no ranks of these
-OF_FEW = ("afmoe", "aria_text", "beam", "granitemoeshared", "hunyuan_v1_moe", "llama4_text", "mimo_v2_flash", "mpt")
+OF_FEW = (  # no ranks of these
+    *("afmoe", "aria_text", "beam", "bert", "bert-generation", "dbrx", "electra", "ernie", "gpt_neo"),
+    *("granitemoeshared", "hunyuan_v1_moe", "llama4_text", "mimo_v2_flash", "mpt", "xglm"),
+)
 
 
 @pytest.mark.parametrize("model_type", sorted((RANKS | set(OF_FEW)) - set(NOT_COUNTED)))
@@ -92,8 +100,9 @@ def test_a_family_is_counted_as_transformers_makes_it(model_type: str) -> None:
 
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
-    defaults = CONFIG_MAPPING[model_type]().to_dict()
-    lists = {k: v[:4] for k, v in defaults.items() if isinstance(v, list) and len(v) == defaults["num_hidden_layers"]}
+    defaults = CONFIG_MAPPING[model_type]()
+    layers = defaults.get_text_config().num_hidden_layers
+    lists = {k: v[:4] for k, v in defaults.to_dict().items() if isinstance(v, list) and len(v) == layers}
     made = CONFIG_MAPPING[model_type](**lists | SMALL | MORE.get(model_type, {}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(made)
