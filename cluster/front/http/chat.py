@@ -30,6 +30,7 @@ TEXTS = {  # by a part's type, which key has its text; as vLLM reads them
     "thinking": "thinking",
 }
 SHOWN = "kvrelay shows this"  # a message, to see whether it is in a prompt
+CHATS = (("user",), ("user", "assistant"), ("user", "assistant", "tool"), ("system", "user"))  # each with one role more
 REASONING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
@@ -71,7 +72,7 @@ class ChatTemplate:
         self.is_there = bool(template)
         named = inspect.signature(tokenizer.apply_chat_template).parameters if template else ()
         self._own_names = ("messages", *named)  # which transformers calls the conversation
-        self._takes_parts = self.is_there and _takes_parts(tokenizer)
+        self._in_parts = _in_parts(tokenizer) if self.is_there else {}
         self._knows_developers = "developer" in (template or "")
         self.marks = _marks_of(template or "")
 
@@ -105,10 +106,13 @@ class ChatTemplate:
         if message.role == "developer" and not self._knows_developers:
             read["role"] = "system"  # what the role was called
         texts = _texts(number, message.content)
-        read["content"] = [_part(text) for text in texts] if self._takes_parts else "\n".join(texts)
+        read["content"] = [_part(text) for text in texts] if self._takes_parts(read["role"]) else "\n".join(texts)
         if message.tool_calls:
             read["tool_calls"] = [_called(call) for call in message.tool_calls]
         return read
+
+    def _takes_parts(self, role: str) -> bool:
+        return self._in_parts.get(role, self._in_parts["user"])
 
 
 def _marks_of(template: str) -> Marks:
@@ -118,15 +122,25 @@ def _marks_of(template: str) -> Marks:
     return Marks(reasoning, tools, in_calls)
 
 
-def _takes_parts(tokenizer: Any) -> bool:
-    """Whether the template reads a message's parts, and no text that it is given in their place."""
-    return SHOWN not in _shown(tokenizer, SHOWN) and SHOWN in _shown(tokenizer, [_part(SHOWN)])
+def _in_parts(tokenizer: Any) -> dict[str, bool]:
+    """Whether the template reads a role's parts, and no text that it is given in their place. One whose messages it
+    does not show is as a user."""
+    known: dict[str, bool] = {}
+    for roles in CHATS:
+        asked = next(role for role in roles if role not in known)
+        shows_text, shows_parts = (_shows(tokenizer, roles, known | {asked: form}) for form in (False, True))
+        known[asked] = not shows_text and (shows_parts or known.get("user", False))
+    return known
 
 
-def _shown(tokenizer: Any, content: Any) -> str:
+def _shows(tokenizer: Any, roles: Sequence[str], in_parts: Mapping[str, bool]) -> bool:
+    """Whether the message of the one role that was added last is in a prompt of these."""
+    asked = list(in_parts)[-1]
+    texts = {role: SHOWN if role == asked else role for role in roles}
+    chat = [{"role": role, "content": [_part(text)] if in_parts[role] else text} for role, text in texts.items()]
     with suppress(*UNREAD):
-        return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
-    return ""
+        return SHOWN in str(tokenizer.apply_chat_template(chat, tokenize=False))
+    return False
 
 
 def _part(text: str) -> dict[str, str]:

@@ -87,3 +87,19 @@ def test_a_template_that_reads_parts_alone_gets_parts() -> None:
     assert prompt(ALL.replace("CONTENT", strict), *messages) == "[a][b][c]"
     both = "{% if message.content is string %}{{ message.content }};{% else %}" + PARTS + "{% endif %}"
     assert prompt(ALL.replace("CONTENT", both), *messages) == "a;b\nc;;"
+
+
+@pytest.mark.parametrize("of_users", [True, False])
+def test_each_role_s_content_is_as_the_template_reads_it(of_users: bool) -> None:
+    text = "{% if message.content is string %}{{ message.content }};{% endif %}"
+    users, others = (PARTS, text) if of_users else (text, PARTS)
+    template = ALL.replace("CONTENT", f"{{% if message.role == 'user' %}}{users}{{% else %}}{others}{{% endif %}}")
+    messages = ({"role": role, "content": role} for role in ("system", "user", "assistant", "tool", "user"))
+    wanted = "system;[user]assistant;tool;[user]" if of_users else "[system]user;[assistant][tool]user;"
+    assert prompt(template, *messages) == wanted
+
+
+def test_a_role_that_no_example_shows_is_as_a_user() -> None:
+    template = "{% for message in messages if message.role in ('user', 'critic') %}CONTENT{% endfor %}"
+    messages = {"role": "critic", "content": "a"}, USER, {"role": "system", "content": "b"}
+    assert prompt(template.replace("CONTENT", PARTS), *messages) == "[a][hi]"
