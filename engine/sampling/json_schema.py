@@ -1,14 +1,14 @@
-"""checked reads the numbers of a JSON Schema before llguidance does, to which each is a double: a value that a double
-need not hold is refused by its place, a bound becomes one that it holds, and an exclusive bound that it may break an
-inclusive one. So an answer always keeps the schema, though not each that does is drawn. Annotations (`default`,
-`examples`) are nobody's to read; a `format` that llguidance does not know is one, and is taken out."""
+"""checked reads the numbers of a JSON Schema before llguidance does, to which each is a double, or of many digits the
+one beside it: a value that is not kept is refused by its place, a bound becomes one that is, an exclusive bound that
+it may break an inclusive one. So an answer always keeps the schema, though not each that does is drawn. Annotations
+(`default`, `examples`) are nobody's to read; a `format` that llguidance does not know is one, and is taken out."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Iterator, Mapping
-from decimal import Decimal
+from decimal import ROUND_CEILING, Decimal
 from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
@@ -31,9 +31,9 @@ BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 WITHIN = ("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "additionalProperties")
 
 
-def checked(schema: dict[str, Any]) -> dict[str, Any]:
+def checked(schema: dict[str, Any], at: str = "structured.json_schema") -> dict[str, Any]:
     """The same one, changed in place. Raises InvalidRequest."""
-    for place, part in _Parts(schema).each("structured.json_schema"):
+    for place, part in _Parts(schema).each(at):
         _check_numbers(part, place)
         _narrow(part, place)
         _make_inclusive(part, "minimum", "exclusiveMinimum", 1)
@@ -92,6 +92,18 @@ def _check_numbers(schema: Mapping[str, Any], place: str) -> None:
         for at, number in _numbers(schema.get(key), f"{place}.{key}"):
             if abs(number) > LARGEST:
                 _refuse(at, number)
+            if not _is_read(number):
+                why = f"it is not kept to the last digit, so give at most {DIGITS} digits, or ask for a string"
+                raise InvalidRequest(f"{at} is {number!r}; {why}")
+
+
+def _is_read(number: float) -> bool:
+    """Whether llguidance gets this double of its digits: they are made one, and then shifted by a power of ten."""
+    if isinstance(number, int) or not math.isfinite(number):
+        return True
+    _, digits, shift = Decimal(repr(number)).as_tuple()
+    whole, power = float(int("".join(map(str, digits)))), float(f"1e{abs(int(shift))}")
+    return (whole * power if int(shift) >= 0 else whole / power) == abs(number)
 
 
 def _refuse(at: str, number: float) -> NoReturn:
@@ -103,19 +115,30 @@ def _narrow(schema: dict[str, Any], place: str) -> None:
     """A bound of many digits becomes an inclusive one of few, which is a double, and allows less."""
     for key, (inclusive, side) in BOUNDS.items():
         bound = schema.get(key)
-        if not _is_number(bound) or abs(bound) <= LARGEST:
+        if not _is_number(bound) or (abs(bound) <= LARGEST and _is_read(bound)):
             continue
         if not math.isfinite(bound):
             _refuse(f"{place}.{key}", bound)
-        least = side * (math.ceil(bound) if side > 0 else math.floor(bound)) + (key != inclusive)
-        least = max(least, -LARGEST_BOUND)
-        unit = 10 ** max(len(str(abs(least))) - DIGITS, least.bit_length() - DOUBLE_BITS)
-        least = -(-least // unit) * unit
+        least = _least_fraction(side * bound) if abs(bound) <= LARGEST else _least_whole(side, bound, key != inclusive)
         if least > LARGEST_BOUND:
             _refuse(f"{place}.{key}", bound)
         del schema[key]
         given = schema.get(inclusive)
         schema[inclusive] = side * max(least, side * given if _is_number(given) else least)
+
+
+def _least_fraction(bound: float) -> float:
+    """Of few digits, and above it."""
+    exact = Decimal(repr(bound))
+    unit = max(exact.adjusted() + 1 - DIGITS, NEXT_TO_0.adjusted())
+    return float(exact.quantize(Decimal(10) ** unit, ROUND_CEILING))
+
+
+def _least_whole(side: int, bound: float, is_exclusive: bool) -> int:
+    least = side * (math.ceil(bound) if side > 0 else math.floor(bound)) + is_exclusive
+    least = max(least, -LARGEST_BOUND)
+    unit = int(10 ** max(len(str(abs(least))) - DIGITS, least.bit_length() - DOUBLE_BITS))
+    return -(-least // unit) * unit
 
 
 def _numbers(value: Any, place: str) -> Iterator[tuple[str, int | float]]:

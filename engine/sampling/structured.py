@@ -17,6 +17,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -33,6 +34,7 @@ MAX_GBNF_CHARS = 4096  # it is made into Lark by Python, in time that grows with
 LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 THREADS = 4
 SLICE = 64  # tokens that are taken without letting others run
+SCHEMAS = re.compile(r"%json\s+(?=\{)")  # in Lark's notation
 OPTIONS = re.compile(r"^\s*%llguidance(.*)$", re.MULTILINE)  # a line of Lark's notation
 
 
@@ -50,7 +52,7 @@ def grammar_of(form: str, text: str) -> str:
                 return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, use_ascii='dw')}/")
             case "choice":
                 return LLMatcher.grammar_from_lark(_one_of(json.loads(text)))
-        return text if text.lstrip().startswith("{") else LLMatcher.grammar_from_lark(_lark(text))
+        return text if text.lstrip().startswith("{") else LLMatcher.grammar_from_lark(_lark(_with_schemas(text)))
     except (ValueError, RecursionError) as error:
         if isinstance(error, InvalidRequest):
             raise
@@ -66,6 +68,17 @@ def _schema(text: str) -> str:
     if not isinstance(schema, dict) and schema is not True:
         raise InvalidRequest("structured.json_schema is no object; give a JSON Schema")
     return "{}" if schema is True else json.dumps(checked(schema))
+
+
+def _with_schemas(text: str) -> str:
+    """The grammar, with the JSON Schemas in it as they are checked."""
+    parts, at = list[str](), 0
+    for schema in SCHEMAS.finditer(text):
+        with suppress(json.JSONDecodeError):  # llguidance's to tell
+            given, end = json.JSONDecoder().raw_decode(text, schema.end())
+            parts += [text[at : schema.end()], json.dumps(checked(given, "structured.grammar.%json"))]
+            at = end
+    return "".join([*parts, text[at:]])
 
 
 def _lark(text: str) -> str:

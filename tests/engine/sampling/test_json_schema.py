@@ -13,6 +13,7 @@ from engine.types import InvalidRequest
 pytestmark = pytest.mark.unit
 
 LARGE = 1103945372461461511  # whose double is another number
+UNREAD = 0.9424502837770503  # which llguidance reads as the double beside it
 
 
 @pytest.mark.parametrize(
@@ -40,11 +41,25 @@ def test_a_number_that_a_double_need_not_hold_is_refused_by_its_place(schema: di
 
 
 @pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": UNREAD}, "const is 0.9424502837770503"),
+        ({"enum": [0.5, -UNREAD]}, "enum.1 is -0.9424502837770503"),
+    ],
+)
+def test_a_fraction_that_would_be_read_as_the_next_one_is_refused(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(schema)
+    why = "it is not kept to the last digit, so give at most 15 digits, or ask for a string"
+    assert str(caught.value) == f"structured.json_schema.{place}; {why}"
+
+
+@pytest.mark.parametrize(
     "schema",
     [
         {"default": LARGE, "examples": [{"const": LARGE}], "type": "integer"},
         {"properties": {"const": {"type": "integer"}, "maximum": {"default": LARGE}}, "required": ["const"]},
-        {"enum": ["1103945372461461511", True, None, LARGEST, -LARGEST, 1.5]},
+        {"enum": ["1103945372461461511", True, None, LARGEST, -LARGEST, 1.5, 0.1 + 0.2, 1e-7, -0.0]},
         {"type": "integer", "minimum": -LARGEST, "maximum": LARGEST},
         {"const": {"const": "x", "default": 1}},
     ],
@@ -65,6 +80,9 @@ def test_all_others_stay_as_they_are(schema: dict[str, Any]) -> None:
         ({"exclusiveMinimum": 10**17}, {"minimum": 100000000000010000}),
         ({"exclusiveMinimum": 10**17, "minimum": 2 * 10**17}, {"minimum": 2 * 10**17}),
         ({"maximum": 10**16 + 0.5, "exclusiveMaximum": 5}, {"maximum": 10**16, "exclusiveMaximum": 5}),
+        ({"minimum": UNREAD, "exclusiveMaximum": 1.5}, {"minimum": 0.942450283777051, "exclusiveMaximum": 1.5}),
+        ({"exclusiveMaximum": UNREAD}, {"maximum": 0.94245028377705}),
+        ({"exclusiveMaximum": -9.7137450105889e-12}, {"maximum": -9.7137450106e-12}),
         ({"exclusiveMinimum": True, "minimum": 5}, {"minimum": 5.00000000000001}),
         ({"exclusiveMinimum": 5, "minimum": 6}, {"minimum": 6}),
         ({"exclusiveMaximum": -5, "maximum": -6}, {"maximum": -6}),

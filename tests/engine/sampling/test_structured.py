@@ -4,6 +4,7 @@ alone, whoever asks."""
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -126,6 +127,29 @@ def test_text_that_an_added_token_spells_is_spelled_by_others(form: str, are_spe
     for seed in range(4):
         ids = walk(StructuredOutputs(str(tmp_path), MODEL), grammar_of(kind, text), random.Random(seed))
         assert re.fullmatch(pattern, reader.decode(ids, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("key", ["minimum", "maximum"])
+def test_a_bound_of_many_digits_is_kept_to_the_last(key: str, outputs: StructuredOutputs, tokenizer: Path) -> None:
+    """Whose double llguidance would take for the one beside it, above or below."""
+    reader = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    for bound in (0.9424502837770503, 0.9433567169983137, 0.9009004917506227):
+        side = 1 if key == "minimum" else -1
+        beyond = math.nextafter(bound, -side * math.inf)
+        for number, is_allowed in ((beyond, False), (bound + side * 1e-14, True)):
+            grammar = grammar_of("json_schema", json.dumps({"type": "number", key: bound}))
+            matcher, ids = outputs.matcher(grammar), reader.encode(repr(number)).ids
+            assert (matcher.validate_tokens(ids) == len(ids)) == is_allowed
+
+
+def test_the_numbers_of_schemas_within_lark_are_read_likewise() -> None:
+    text = 'start: "a" %json {"const": 9007199254740993} "b"'
+    with pytest.raises(InvalidRequest, match=r"^structured\.grammar\.%json\.const is 9007199254740993; numbers beyond"):
+        grammar_of("grammar", text)
+    kept = 'start: "a" %json {"type": "number", "minimum": 5.5} "b" %json { "const": 1.5 }'
+    assert grammar_of("grammar", kept) == grammar_of("grammar", kept.replace("{ ", "{").replace(" }", "}"))
+    changed = grammar_of("grammar", kept.replace('"minimum": 5.5', '"exclusiveMinimum": 5'))
+    assert changed == grammar_of("grammar", kept.replace("5.5", "5.00000000000001"))
 
 
 def test_who_takes_over_knows_what_the_one_before_knew(outputs: StructuredOutputs) -> None:
