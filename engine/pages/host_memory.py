@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -91,9 +92,16 @@ def _too_much(num_bytes: int, free: FreeMemory) -> str:
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
-    """The least of what the machine has and what the limits of this process' cgroups leave."""
+    """The least of what the machine has, what the limits of this process' cgroups leave, and what a file may hold."""
     on_machine = FreeMemory(_available_kib(proc) * 1024, "on this machine")
-    return min([on_machine, *_left_by_limits(proc, cgroups)], key=lambda free: free.num_bytes)
+    frees = [on_machine, *_in_a_file(), *_left_by_limits(proc, cgroups)]
+    return min(frees, key=lambda free: free.num_bytes)
+
+
+def _in_a_file() -> Iterator[FreeMemory]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY:
+        yield FreeMemory(limit, "in one file under this process' limit (`ulimit -f`)")
 
 
 def _available_kib(proc: Path) -> int:

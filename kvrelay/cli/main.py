@@ -111,7 +111,7 @@ COMMANDS = {  # the module of each, and how its help begins, which is all that `
 }
 
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)  # the last: beyond `ulimit -f`
 LISTED = ("", "--help", "-h")  # in a command's place
 NOT_HERE = ("--help", "-h", "--address", "--detach", "-d", "--check")  # `up` starts nothing, elsewhere, or only later
 

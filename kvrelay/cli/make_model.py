@@ -45,8 +45,11 @@ def make_model(
         path = make_demo_model(directory, size=size.value, seed=seed, dtype=dtype)
     except DemoModelError as error:
         raise CliError(str(error), USAGE) from None
-    except OSError as error:
-        raise CliError(f"{directory} cannot be written: {error.strerror}; give another directory") from None
+    except Exception as error:  # what writes tokenizers and weights, in Rust, raises types of its own
+        why = str(error.strerror if isinstance(error, OSError) else error)
+        if not isinstance(error, OSError) and "(os error " not in why:
+            raise
+        raise CliError(f"{directory} cannot be written: {why}; give another directory") from None
     num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if as_json:
         print_json({"directory": str(path), "size": size.value, "seed": seed, "dtype": dtype, "bytes": num_bytes})

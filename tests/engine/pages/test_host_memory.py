@@ -101,3 +101,10 @@ def test_what_is_not_free_is_refused_by_name_with_what_is() -> None:
         ValueError, match=r"kv_bytes is 1125899906842624 \(1048576\.0 GiB.*\), but \d+\.\d GiB are free"
     ):
         HostFile(1 << 50)
+
+
+def test_a_limit_on_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 20, 1 << 30))
+    with pytest.raises(ValueError, match=r"GiB are free in one file under this process' limit \(`ulimit -f`\); give a"):
+        HostFile(2 << 20)
+    HostFile(1 << 20).close()

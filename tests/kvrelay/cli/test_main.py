@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +130,24 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(capsys: pytest.CaptureFixture[str
     assert ended.value.exit_code == INTERRUPTED
     assert capsys.readouterr().err == "error: interrupted\n"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+LIMITED = (
+    "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512)); from kvrelay.cli.main import main; main()"
+)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("--help", "error: what was to be told cannot be written: file too large"),
+        ("make-model MODEL", r"error: \S+/model cannot be written: .*File too large.*; give another directory"),
+    ],
+)
+def test_a_limit_on_files_is_told_in_a_sentence(command: str, said: str, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", LIMITED, *command.replace("MODEL", str(tmp_path / "model")).split()]
+    with open(tmp_path / "said", "w") as file:
+        ended = subprocess.run(arguments, stdout=file, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert re.fullmatch(said, ended.stderr.strip().splitlines()[-1]), ended.stderr
+    assert "Traceback" not in ended.stderr
