@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from engine.build_cache import cache_folder
+from engine import build_cache
+from engine.build_cache import built_once, cache_folder, locked
 
 pytestmark = pytest.mark.unit
 
@@ -34,3 +37,26 @@ def test_kernels_that_a_full_disk_does_not_take_are_done_without(monkeypatch: py
     monkeypatch.setattr(build, "cache_folder", full)
     with pytest.raises(build.NativeUnavailable, match=r"no place for the built kernels: .* No space"):
         native.library.__wrapped__()
+
+
+def test_whoever_holds_the_lock_and_hangs_is_waited_for_no_longer_than_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build_cache, "PATIENCE_S", 0.2)
+    made = tmp_path / "kernels.so"
+    hangs = f"""
+from engine.build_cache import *
+with locked(Path({str(made)!r})):
+    print(flush=True)
+    os.kill(os.getpid(), 19)
+"""
+    with subprocess.Popen([sys.executable, "-c", hangs], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        assert built_once(made, Path.touch) == made
+        told = f"process {holder.pid} has held {made}.lock for 0.2 s; it is waited for no longer: end it"
+        assert told in caplog.text
+        holder.kill()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.so", "kernels.so.lock"]
+    with locked(made, 0):
+        assert (tmp_path / "kernels.so.lock").read_text() == f"{os.getpid()}\n"

@@ -35,7 +35,7 @@ from engine.attention.flashinfer.timing import DecodeStep, Limits, Stopwatch
 from engine.attention.flashinfer.trial import Problem
 from engine.attention.flashinfer.workspace import workspace_bytes
 from engine.attention.torch_backend import TorchBackend
-from engine.build_cache import cache_folder, locked
+from engine.build_cache import PATIENCE_S, cache_folder, locked
 from engine.errors import raise_if_broken
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _chosen_alone(trials: _Trials, shape: Shape, path: Path) -> KernelChoice:
     """While no other process of this machine measures on the GPU, whose times would tell of both. One that has measured
     the same meanwhile has left its choice."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.with_name(f"measuring-{trials.gpu}")):
+    with locked(path.with_name(f"measuring-{trials.gpu}"), PATIENCE_S):
         key = trials.key(shape)
         choice = _recalled(path, key)
         if choice is None:
