@@ -21,6 +21,8 @@ def why_not_found(model: str) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         return _why_not_whole(model, path)
+    if path.suffix == ".gguf":
+        return f"model is {model!r}, in GGUF, which is not read; give the directory of a checkpoint in safetensors"
     if path.is_file():
         return f"model is {model!r}, which is a file; give the directory that holds {CONFIG} and the weights"
     if model.startswith((".", "/", "~")) or model.count("/") > 1:

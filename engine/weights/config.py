@@ -139,8 +139,9 @@ def check_config(config: Any) -> None:
     _check_names("architectures", config.architectures)
     _check_names("layer_types", getattr(text, "layer_types", None))
     name = architecture_of(config)
-    if getattr(text, "num_hidden_layers", 1) == 0:
-        raise UnsupportedModel(f"{name} has no layers: num_hidden_layers in config.json is 0")
+    layers = getattr(text, "num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:
+        raise UnsupportedModel(f"{name} has no layers: num_hidden_layers in config.json is {layers}")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only models can be served")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -204,10 +205,10 @@ def _rope_parameters(text: Any) -> Iterator[dict[str, Any]]:
 
 def first_sentence(error: Exception) -> str:
     """With the error's type where it was not made to be read."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    head = text.split(". ")[0]
-    if isinstance(error, KeyError):
-        return f"transformers finds no {head:.200}: config.json gives what it does not know, or lacks what it needs"
-    if isinstance(error, TypeError | AttributeError | LookupError):
+    told = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    head = (" ".join(told.split()) or type(error).__name__).split(". ")[0]
+    if isinstance(error, KeyError) and " " not in head:  # no sentence of its own
+        return f"transformers finds no {head!r:.200}: config.json gives what it does not know, or lacks what it needs"
+    if isinstance(error, TypeError | AttributeError | LookupError) and not isinstance(error, KeyError):
         head = f"{type(error).__name__}: {head}"
     return head if len(head) <= 300 else head[:297] + "..."

@@ -17,13 +17,16 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 TOKENIZERS = (
     *("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
 )
+UNREAD = ("*.gguf", "*.pth", "*.h5", "*.onnx")
 WHOLE = re.compile(r"[IU]\d+")  # a dtype of safetensors, such as I8
 POINTER = b"version https://git-lfs"
 Files = tuple[tuple[str, int, int, int], ...]  # of a directory: name, bytes, time of change, inode
 
 
 def why_not_there(model: str) -> str:
-    """Of a path at which nothing is, which would else be taken for a name on the hub."""
+    """Of a path at which nothing is, which would else be taken for a name on the hub, or a file."""
+    if os.path.isfile(model):
+        return f"model {model!r} is a file; give a Hugging Face model directory"
     if os.path.isabs(model) and not os.path.exists(model):
         return f"model {model!r} is not there; give a Hugging Face model directory"
     return ""
@@ -32,10 +35,10 @@ def why_not_there(model: str) -> str:
 def why_incomplete(directory: Path) -> str:
     """What a worker or a router would miss there, such as "has no config.json"; nothing where all is there."""
     if not (directory / CONFIG).exists():
-        return f"has no {CONFIG}"
+        return f"has no {CONFIG}{_but(directory)}"
     weights = [path for pattern in WEIGHTS for path in sorted(directory.glob(pattern))]
     if not weights:
-        return f"has no weights ({', '.join(WEIGHTS)})"
+        return f"has no weights ({', '.join(WEIGHTS)}){_but(directory)}"
     if missing := [name for name in _shards(directory) if not (directory / name).exists()]:
         return f"lacks {len(missing)} of the files that its index names, first {missing[0]}"
     if barred := [path.name for path in weights if not os.access(path, os.R_OK)]:
@@ -45,18 +48,28 @@ def why_incomplete(directory: Path) -> str:
     return "" if has_tokenizer(directory) else f"has no tokenizer ({TOKENIZERS[1]} or {TOKENIZERS[0]})"
 
 
+def _but(directory: Path) -> str:
+    others = sorted(path.name for pattern in UNREAD for path in directory.glob(pattern))
+    return f", but {others[0]}, in a format that is not read" if others else ""
+
+
 def why_unreadable(directory: Path) -> str:
     """Which of the files that it is loaded from is not what it should be; nothing where none is found."""
-    for path in _loaded_from(directory):
+    files = _loaded_from(directory)
+    if not files and (but := _but(directory)):
+        return f"it has no weights ({', '.join(WEIGHTS)}){but}; give a checkpoint in safetensors"
+    for path in [*(directory / name for name in INDEXES if (directory / name).exists()), *files]:
         try:
             if _is_pointer(path):
                 return f"{path.name} is a Git LFS pointer; fetch what it stands for, with `git lfs pull`"
+            if path.suffix == ".json":
+                json.loads(path.read_text())
             if path.suffix == ".safetensors":
                 with safe_open(str(path), framework="numpy"):
                     pass
         except OSError as error:
             return f"{path.name} cannot be read: {error.strerror or error}"
-        except SafetensorError as error:
+        except (SafetensorError, ValueError) as error:
             return f"{path.name} is damaged or cut short ({error}); copy it anew"
     return ""
 

@@ -106,6 +106,31 @@ def test_of_shards_the_one_that_is_cut_short_is_named(llama: str, tmp_path: Path
         load(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        (
+            "model.gguf",
+            r"it has no weights \(.*\), but model\.gguf, in a format that is not read; give a checkpoint in saf",
+        ),
+        (
+            "model.safetensors.index.json",
+            r"model\.safetensors\.index\.json is damaged or cut short \(Expecting property",
+        ),
+    ],
+)
+def test_what_is_there_in_place_of_weights_is_named(name: str, why: str, llama: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
+    (tmp_path / name).write_text("{")
+    with pytest.raises(UnsupportedModel, match=f"cannot be loaded: {why}"):
+        load(str(tmp_path))
+
+
+def test_a_file_is_no_model(llama: str) -> None:
+    with pytest.raises(UnsupportedModel, match=r"/config\.json' is a file; give a Hugging Face model directory"):
+        load(f"{llama}/config.json")
+
+
 def test_incomplete_weights(llama: str, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(llama)
     state = {name: w for name, w in model.state_dict().items() if "layers.1.mlp.up_proj" not in name}
@@ -141,6 +166,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "transformers finds no 'nope': config.json gives",
     ),
     "no layers": ({"num_hidden_layers": 0}, UnsupportedModel, r"num_hidden_layers in config\.json is 0"),
+    "less than none": ({"num_hidden_layers": -1}, UnsupportedModel, r"num_hidden_layers in config\.json is -1"),
+    "half a RoPE": (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        UnsupportedModel,
+        r"cannot be read: Missing required keys in `rope_parameters` for 'rope_type'='yarn': \{'factor'\}$",
+    ),
     "one position": ({"max_position_embeddings": 1}, ValueError, "a prompt and its answer have 2 or more"),
     "code of its own": (
         {"model_type": "martian", "auto_map": {"AutoConfig": "code.MartianConfig"}},

@@ -97,6 +97,17 @@ def test_a_shard_that_was_not_downloaded_is_named(tmp_path: Path) -> None:
     assert why_incomplete(model) == ""
 
 
+def test_weights_in_a_format_that_is_not_read_are_named(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "config.json", "tokenizer.json", "model-Q4_K_M.gguf")
+    told = "has no weights (*.safetensors, *.bin), but model-Q4_K_M.gguf, in a format that is not read"
+    assert why_incomplete(model) == told
+    assert f"a directory that {told}; give a whole Hugging Face model directory" in why_not_found(str(model))
+    told = "in GGUF, which is not read; give the directory of a checkpoint in safetensors"
+    assert why_not_found(str(model / "model-Q4_K_M.gguf")).endswith(told)
+    (model / "config.json").unlink()
+    assert why_incomplete(model) == "has no config.json, but model-Q4_K_M.gguf, in a format that is not read"
+
+
 def test_a_pointer_of_git_lfs_is_no_weight(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
