@@ -104,9 +104,12 @@ def _one_of(texts: Sequence[str]) -> str:
 
 
 def vocabulary(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """What a tokenizer's ids stand for. Takes up to a second. Raises InvalidRequest where that is not known."""
+    """What a tokenizer's ids stand for, those beyond the model's, too, which it cannot draw. Takes up to a second.
+    Raises InvalidRequest where that is not known."""
     try:
-        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        with suppress(ValueError):  # it has more
+            return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        return LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
     except (ValueError, RuntimeError) as error:
         why = " ".join(str(error).split())[:200]
         raise InvalidRequest(f"structured is given but this model's tokenizer is of no known kind: {why}") from error

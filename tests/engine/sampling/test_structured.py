@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,18 @@ def test_what_means_nothing_is_refused(form: str, text: str, said: str, tokenize
     with pytest.raises(InvalidRequest) as caught:
         check_grammar(form, grammar_of(form, text), tokens)
     assert str(caught.value).startswith(said)
+
+
+def test_a_tokenizer_may_have_more_tokens_than_its_model(tokenizer: Path) -> None:
+    """One that was given a token for padding, say, which is never drawn."""
+    reader, small = Tokenizer.from_file(str(tokenizer / "tokenizer.json")), replace(MODEL, vocab_size=260)
+    assert reader.get_vocab_size() > small.vocab_size
+    grammar = grammar_of("choice", '["yes"]')
+    check_grammar("choice", grammar, vocabulary(reader.to_str(), small.vocab_size, small.eos_token_ids))
+    constraint = StructuredOutputs(str(tokenizer), small).constraint(grammar)
+    bits = constraint.after([]).bits()
+    assert len(bits) == 33
+    assert [i for i in range(small.vocab_size) if bits[i >> 3] >> (i & 7) & 1] == [reader.token_to_id("y")]
 
 
 def test_a_tokenizer_of_no_known_kind_is_refused() -> None:
