@@ -72,7 +72,7 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
         why = quantised.why_not_converted(config, error) or why_unreadable(Path(model)) or first_sentence(error)
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
-    quantised.check_read(model, loaded, report["unexpected_keys"], is_plain=method is None)
+    quantised.check_read(model, loaded, report["unexpected_keys"], method)
     if mismatched := sorted(report["mismatched_keys"]):
         name, held, wanted = mismatched[0]
         raise UnsupportedModel(

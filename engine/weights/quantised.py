@@ -10,7 +10,7 @@ import inspect
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -76,22 +76,30 @@ def why_not_converted(config: Any, error: Exception) -> str:
     )
 
 
-def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str], *, is_plain: bool) -> None:
+def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str], method: str | None) -> None:
     """Of the names that were `unexpected` in the files, none is of a quantised weight that was read as a plain one, or
     not at all; nor are weights whole numbers where the config says nothing of that. Raises UnsupportedModel."""
     parameters = {name for name, _ in loaded.named_parameters()}
     for key in sorted(unexpected):
         if _is_of_a_weight(key, parameters, unexpected):
-            raise UnsupportedModel(
-                f"model {model!r} has {key}, of a quantised weight, of which quantization_config in config.json says "
-                f"nothing; give a checkpoint whose config.json tells how it is quantised"
-            )
-    for key in whole_numbers(Path(model)) if is_plain else ():
+            _refuse(model, key, method)
+    for key in whole_numbers(Path(model)) if method is None else ():
         if key not in unexpected and (key in parameters or key.endswith(".weight")):
-            raise UnsupportedModel(
-                f"model {model!r} has {key} in whole numbers, of a quantised weight, of which quantization_config in "
-                f"config.json says nothing; give a checkpoint whose config.json tells how it is quantised"
-            )
+            _refuse(model, f"{key} in whole numbers", method)
+
+
+def _refuse(model: str, what: str, method: str | None) -> NoReturn:
+    if method is None:
+        why = (
+            "of which quantization_config in config.json says nothing; give a checkpoint whose config.json tells how "
+            "it is quantised"
+        )
+    else:
+        why = (
+            f"which transformers does not read where quant_method in config.json is {method}; give a checkpoint as "
+            "transformers writes it, or one by compressed-tensors"
+        )
+    raise UnsupportedModel(f"model {model!r} has {what}, of a quantised weight, {why}")
 
 
 def _is_of_a_weight(key: str, parameters: Collection[str], unexpected: Collection[str]) -> bool:

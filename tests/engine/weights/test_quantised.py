@@ -227,6 +227,17 @@ def test_one_whose_config_says_nothing_of_it_is_refused(
         logits(directory)
 
 
+def test_scales_that_a_method_does_not_read_are_told_with_its_name(model: Path, tmp_path: Path) -> None:
+    """AutoFP8's, say, which calls itself fp8 and its scales otherwise."""
+    directory = edited(model, tmp_path / "made", lambda name, w: in_fp8(name, w) if "down_proj" in name else {name: w})
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static"}
+    (directory / "config.json").write_text(json.dumps(config))
+    why = r"weight_scale, of a quantised weight, which transformers does not read where quant_method .* is fp8; give"
+    with pytest.raises(UnsupportedModel, match=why):
+        logits(directory)
+
+
 @pytest.mark.parametrize(
     ("kind", "part", "dtype", "first"),
     [
