@@ -213,6 +213,9 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
     except TokenizerError:
         raise
     except Exception as error:  # tokenizers raises Exception itself, transformers what it stumbles at
+        if "trust_remote_code" in str(error):
+            mend = "put a tokenizer.json there, and take auto_map out of tokenizer_config.json"
+            raise TokenizerError(f"the tokenizer of {model} has code of its own, which is not run; {mend}") from error
         first_line = str(error).strip().split("\n", 1)[0]
         raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {first_line}") from error
 

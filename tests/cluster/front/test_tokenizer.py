@@ -221,6 +221,14 @@ def test_a_broken_tokenizer_is_one_sentence(directory: Path, content: str) -> No
     assert "\n" not in str(error.value)
 
 
+def test_a_tokenizer_with_code_of_its_own_is_told_so(directory: Path) -> None:
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(own))
+    (directory / "own.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises(TokenizerError, match=r"has code of its own, which is not run; put a tokenizer\.json there"):
+        load_codec(str(directory))
+
+
 def test_a_slow_tokenizer_is_refused() -> None:
     with pytest.raises(TokenizerError, match="object is no fast tokenizer"):
         TextCodec(object())
