@@ -149,12 +149,13 @@ class _TextStream:
         """`before`: the first context. Without one a text begins: Llama 2's decoder strips a space there."""
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._special = special_ids(self._tokenizer) if hidden is None else hidden
-        seen = (each for each in reversed(before) if each not in self._special)
-        self._window = [*islice(seen, _SHORT_WINDOW_TOKENS)][::-1]
-        while (text := self._decode()).endswith(REPLACEMENT):  # a character that is cut by the window's start, or end
-            del self._window[0]
+        behind = (each for each in reversed(before) if each not in self._special)
+        seen = [*islice(behind, _SHORT_WINDOW_TOKENS)][::-1]
+        cuts = [seen[at:] for at in range(len(seen))]  # whose start may cut a character
+        cuts += [seen[:at] for at in range(len(seen) - 1, 0, -1)]  # half a character may end it, or U+FFFD itself
+        self._window = next((each for each in cuts if not self._decode(each).endswith(REPLACEMENT)), [])
         self._context_len = len(self._window)  # tokens
-        self._shown = text
+        self._shown = self._decode(self._window)
 
     def push(self, token_id: int) -> str:
         if token_id in self._special:
@@ -170,11 +171,11 @@ class _TextStream:
         if emitted and not held:
             self._move_window(self._context_len)
             self._context_len = len(self._window)
-            self._shown = self._decode()
+            self._shown = self._decode(self._window)
         elif is_full:
             self._move_window(len(self._window) - _SHORT_WINDOW_TOKENS)
             self._context_len = 0
-            shorter = self._decode()
+            shorter = self._decode(self._window)
             self._shown = shorter[: len(shorter) - held]
         elif emitted:
             self._shown += emitted
@@ -185,19 +186,19 @@ class _TextStream:
 
     def _decode_window(self) -> str:
         """Text of the window. Where it contradicts what was shown (byte fallback, see above) the context is dropped."""
-        text = self._decode()
+        text = self._decode(self._window)
         if text.startswith(self._shown):
             return text
         self._move_window(self._context_len)
         self._context_len = 0
         self._shown = ""
-        return self._decode()
+        return self._decode(self._window)
 
     def _move_window(self, start: int) -> None:
         del self._window[:start]
 
-    def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._window, skip_special_tokens=False))
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
 def _trailing_replacements(text: str) -> int:

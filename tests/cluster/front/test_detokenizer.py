@@ -154,6 +154,7 @@ def test_byte_fallback_keeps_what_was_sent_and_goes_on_after_bad_bytes(before: s
 @every_tokenizer
 @given(prompt=TEXTS, answer=TEXTS, chunk=st.integers(1, 5))
 @example(prompt="the", answer=" router", chunk=1)
+@example(prompt="\ufffd", answer="t", chunk=1)
 @settings(max_examples=150, deadline=None)
 def test_an_answer_goes_on_from_its_prompt(name: str, prompt: str, answer: str, chunk: int) -> None:
     tokenizer = TOKENIZERS[name]()
