@@ -84,6 +84,7 @@ class Worker(Generic[RoleT]):
         self.counters: Counter[str] = Counter(nccl_counters(options.transfer.nccl, engine.memory, options.host))
         self.clock = AwakeClock()
         self.streams = RouterStreams(
+            options.name,
             self,
             self.clock.now_s,
             report_interval_s=options.report_interval_s,

@@ -5,6 +5,7 @@ The cluster's spec (cluster/spec/model.py) is what a person writes; it is turned
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -70,6 +71,12 @@ class WorkerOptions:
 def report_gap_s(num_workers: int) -> float:
     """Between two reports of a worker that changes, one of so many of a router's."""
     return max(REPORT_GAP_S, num_workers * REPORT_COST_S / REPORTS_SHARE)
+
+
+def owner_of(name: str, num_routers: int) -> int:
+    """Which of so many routers takes the worker of this name first: those of a pool are dealt out to them."""
+    number = name.rpartition("-")[2]
+    return (int(number) if number.isdecimal() else zlib.crc32(name.encode())) % num_routers
 
 
 def pool_of(name: str) -> str:

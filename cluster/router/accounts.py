@@ -66,6 +66,7 @@ class Report:
     costs: StepCosts | None = None  # of its steps; None: not known yet
     prompt_share: float = 0.0  # mixed: tokens of prompts in a step that decodes, of late
     pages: PageNews = NO_NEWS  # prefill: what of its pages can be found by hash, since the last report
+    is_others: bool = False  # it is another router's, which takes it first
     is_assumed: bool = False  # it has said hello, and what it says next counts whenever that was made
 
 

@@ -301,6 +301,7 @@ class Router:
                 costs=step_costs_from_proto(report.step_costs) if report.HasField("step_costs") else None,
                 prompt_share=report.prompt_share,
                 pages=page_news_from_proto(report),
+                is_others=report.is_others,
             ),
             now,
         )

@@ -361,7 +361,7 @@ class Outputs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenOutput, _Mapping]]] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., request_ids: _Optional[_Iterable[str]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks", "step_costs", "prompt_share", "found_pages", "lost_pages", "pages_anew", "drained")
+    __slots__ = ("made_ns", "last_submit_seq", "num_waiting", "num_running", "waiting_tokens", "available_pages", "cached_pages", "total_pages", "leased_pages", "counters", "draining", "request_ids", "fenced_pages", "quarantined_pages", "step_age_ms", "loop_lag_ms", "peers", "num_tasks", "step_costs", "prompt_share", "found_pages", "lost_pages", "pages_anew", "drained", "is_others")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +393,7 @@ class WorkerReport(_message.Message):
     LOST_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGES_ANEW_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    IS_OTHERS_FIELD_NUMBER: _ClassVar[int]
     made_ns: int
     last_submit_seq: int
     num_waiting: int
@@ -417,7 +418,8 @@ class WorkerReport(_message.Message):
     lost_pages: bytes
     pages_anew: bool
     drained: bool
-    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., prompt_share: _Optional[float] = ..., found_pages: _Optional[bytes] = ..., lost_pages: _Optional[bytes] = ..., pages_anew: _Optional[bool] = ..., drained: _Optional[bool] = ...) -> None: ...
+    is_others: bool
+    def __init__(self, made_ns: _Optional[int] = ..., last_submit_seq: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., available_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., draining: _Optional[bool] = ..., request_ids: _Optional[_Iterable[str]] = ..., fenced_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., step_age_ms: _Optional[int] = ..., loop_lag_ms: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PeerHealth, _Mapping]]] = ..., num_tasks: _Optional[int] = ..., step_costs: _Optional[_Union[StepCosts, _Mapping]] = ..., prompt_share: _Optional[float] = ..., found_pages: _Optional[bytes] = ..., lost_pages: _Optional[bytes] = ..., pages_anew: _Optional[bool] = ..., drained: _Optional[bool] = ..., is_others: _Optional[bool] = ...) -> None: ...
 
 class StepCosts(_message.Message):
     __slots__ = ("fixed_s", "prompt_token_s", "request_s", "context_token_s", "both_s", "spread")

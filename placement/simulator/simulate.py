@@ -103,6 +103,8 @@ class Simulation:
             self._hosts |= {worker.name: devices[_device_of(worker)] for worker in cluster.workers}
         for worker in cluster.workers:
             self._up(worker)
+        for machine in self.machines.values() if cluster.num_routers > 1 else ():
+            machine.reporter.report_anew(self.clock.now)  # whose each is
 
     def play(self) -> Outcome:
         self.begin()

@@ -63,6 +63,21 @@ def test_a_prompt_is_read_where_nobody_decodes_while_its_first_token_is_in_time_
     assert placed(policy_with("p0", "m0", m0=BUSY, p0=late), shape()) == ("m0", "m0")
 
 
+def test_of_several_routers_each_takes_its_own_workers_first() -> None:
+    """What others have sent to theirs it does not know."""
+    others = {"is_others": True}
+    assert placed(policy_with("m0", "m1", m0=others), shape()) == ("m1", "m1")
+    some = {"waiting_tokens": 1000}
+    assert placed(policy_with("p0", "p1", "m0", p0=others, p1=some, m0=BUSY), shape()) == ("p1", "m0")
+
+
+def test_another_routers_worker_is_taken_where_its_own_would_be_late_or_cost_far_more() -> None:
+    others, late = {"is_others": True}, {"waiting_tokens": 16_000}
+    assert placed(policy_with("p0", "p1", "m0", p0=others, p1=late, m0=BUSY), shape())[0] == "p0"
+    assert placed(policy_with("m0", "m1", m0=others, m1=BUSY), shape()) == ("m0", "m0")
+    assert placed(policy_with("m0", "m1", m0=others, m1=others), shape()) == ("m0", "m0")
+
+
 def test_who_is_late_anyway_makes_nobody_else_late() -> None:
     late = {"waiting_tokens": 16_000}
     assert placed(policy_with("p0", "m0", m0=BUSY | late, p0=late), shape()) == ("p0", "m0")

@@ -72,7 +72,7 @@ class Streams(RouterStreams):
     """They report when they are told to."""
 
     def __init__(self, host: Process) -> None:
-        super().__init__(host, lambda: 0.0, report_interval_s=1.0, drop_after_s=1.0)
+        super().__init__(host.name, host, lambda: 0.0, report_interval_s=1.0, drop_after_s=1.0)
         self.reported: pb.WorkerReport | None = None
 
     def flush(self) -> None:

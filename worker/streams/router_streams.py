@@ -23,7 +23,7 @@ import grpc.aio
 from engine.types import InvalidRequest
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
-from worker.options import REPORT_GAP_S
+from worker.options import REPORT_GAP_S, owner_of
 from worker.streams.router_link import EventDetails, RouterLink
 from worker.wire.rpc import PROTOCOL_VERSION
 
@@ -65,9 +65,11 @@ class WorkerHost(Protocol):
 
 class RouterStreams(worker_pb2_grpc.WorkerServicer):
     def __init__(
-        self, host: WorkerHost, now_s: Callable[[], float], *, report_interval_s: float, drop_after_s: float
+        self, name: str, host: WorkerHost, now_s: Callable[[], float], *, report_interval_s: float, drop_after_s: float
     ) -> None:
-        """`now_s`: a clock that stands still while this process does; what it slept is nobody's silence."""
+        """`name`: of the worker. `now_s`: a clock that stands still while this process does; what it slept is nobody's
+        silence."""
+        self._name = name
         self._host = host
         self._now_s = now_s
         self._report_interval_s = report_interval_s
@@ -271,6 +273,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
         mine.CopyFrom(report)
         mine.made_ns = time.monotonic_ns()
         mine.last_submit_seq = link.last_submit_seq
+        mine.is_others = link.router_id != sorted(self._links)[owner_of(self._name, len(self._links))]
         link.pages_told = self._host.add_page_news(mine, link.pages_told)
         return mine
 

@@ -30,6 +30,7 @@ class PrefillCandidates:
         self.least_tokens = 0  # that all of them can
         self._by_load = Ranking()  # those that take new requests
         self._both_by_load = Ranking()  # of these, who decode, too
+        self._others: dict[str, None] = {}  # that other routers take first
         self._changed: dict[str, None] = {}
         self._holders: dict[PageHash, set[str]] = {}  # to whom a page was sent
         self._page_size = 1  # the largest
@@ -113,11 +114,19 @@ class PrefillCandidates:
         self._rank()
         return len(self._both_by_load) > 0
 
-    def few(self, shape: RequestShape, shunned: Shunned) -> list[PrefillAccount]:
-        """The least loaded of all, those of both phases, and those that may have much of the prompt cached."""
+    @property
+    def has_others(self) -> bool:
+        """Some worker is another router's, which takes it first."""
         self._rank()
-        ranked = [*self._by_load.keys[:FEW], *self._both_by_load.keys[:FEW]]
-        names = dict.fromkeys([*[name for _, name in ranked], *sorted(self._cachers(shape)[1])])
+        return bool(self._others)
+
+    def few(self, shape: RequestShape, shunned: Shunned, *, is_own: bool = False) -> list[PrefillAccount]:
+        """The least loaded of all, those of both phases, and those that may have much of the prompt cached. `is_own`:
+        but for the last none that other routers take first."""
+        self._rank()
+        leave_out = self._others if is_own else NOBODY
+        ranked = [*self._by_load.first(FEW, leave_out), *self._both_by_load.first(FEW, leave_out)]
+        names = dict.fromkeys([*ranked, *sorted(self._cachers(shape)[1])])
         return self._readers([self.accounts[name] for name in names if name not in shunned], shape)
 
     def least(self, count: int) -> list[PrefillAccount]:
@@ -168,6 +177,10 @@ class PrefillCandidates:
             return
         for name in self._changed:
             account = self.accounts.get(name)
+            if account is not None and account.report.is_others:
+                self._others[name] = None
+            else:
+                self._others.pop(name, None)
             if account is None or account.report.draining:
                 self._by_load.drop(name)
                 self._both_by_load.drop(name)
@@ -185,6 +198,7 @@ class PrefillCandidates:
         is_open = [a for a in accounts if not a.report.draining]
         self._by_load.check_invariants({a.view.name: a.load for a in is_open})
         self._both_by_load.check_invariants({a.view.name: a.load for a in is_open if a.beside is not None})
+        assert self._others.keys() == {a.view.name for a in accounts if a.report.is_others}, "whose are they"
         holders: dict[PageHash, set[str]] = {}
         for account in accounts:
             for page_hash in account.prefixes:

@@ -6,6 +6,8 @@ A sorted list: a few microseconds for a change among thousands. It knows nothing
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Collection
+from itertools import islice
 
 
 class Ranking:
@@ -40,6 +42,12 @@ class Ranking:
     def least(self, value: int) -> int:
         """The place of the first name whose number is `value` or more."""
         return bisect_left(self.keys, (value, ""))
+
+    def first(self, count: int, leave_out: Collection[str] = ()) -> list[str]:
+        """The names of so many, the least first."""
+        if not leave_out:
+            return [name for _, name in self.keys[:count]]
+        return list(islice((name for _, name in self.keys if name not in leave_out), count))
 
     def check_invariants(self, values: dict[str, int]) -> None:
         """Assert that it ranks exactly these."""

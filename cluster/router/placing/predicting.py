@@ -11,6 +11,9 @@ no worker could give to one alone is not looked after so.
 Where an engine has pipeline stages, the costs are of a pass through all of them, and a pass is in each: what waits goes
 by that many times as fast, and each pass holds its share of the answers.
 
+Several routers hear of each other's requests by reports only, up to 50 ms late and more of many workers. So each has
+workers of its own, and takes those as long as they keep the targets and cost at most twice what another's would.
+
 An answer that is not written where its prompt is read waits for what the reading does not hide of the handoff, and
 that for those before it (handoff_times.py).
 
@@ -27,6 +30,7 @@ from cluster.router.accounts import DecodeAccount, PrefillAccount, RequestShape
 from cluster.router.placing.handoff_times import NO_WAIT, HandoffTimes
 
 USED = 0.9  # of a target, that a prediction may take
+OWN_COST = 2.0  # times that of another router's worker, at most: so far may loads differ where their traffic does
 OUTPUT_TOKENS = 128  # of an answer, whose length nobody knows
 
 
@@ -60,11 +64,23 @@ class Predicted:
     written: Part
 
     @property
+    def is_late(self) -> bool:
+        return not (self.read.is_kept and self.written.is_kept)
+
+    @property
+    def cost_s(self) -> float:
+        return self.read.cost_s + self.written.cost_s
+
+    @property
     def rank(self) -> tuple[bool, float, float, str, str]:
         """The least is best."""
-        is_late = not (self.read.is_kept and self.written.is_kept)
-        cost_s = self.read.cost_s + self.written.cost_s
-        return is_late, cost_s, self.read.takes_s, self.prefill.view.name, self.decode.view.name
+        return self.is_late, self.cost_s, self.read.takes_s, self.prefill.view.name, self.decode.view.name
+
+
+def is_as_good(own: Predicted, best: Predicted) -> bool:
+    """Whether a placement on workers that a router takes first is as good as the best of all, as far as it knows: what
+    other routers have sent to theirs it hears late, and each would send to those that seem idle to all."""
+    return not own.is_late and (best.is_late or own.cost_s <= OWN_COST * best.cost_s)
 
 
 def best_predicted(

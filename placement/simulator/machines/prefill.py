@@ -14,6 +14,7 @@ from placement.simulator.ledger import HANDOFF, PREFILL
 from placement.simulator.machines.attempt import Attempt, Decoder, Dispatcher, Link, Prefiller
 from placement.simulator.machines.host import Host
 from prefill_worker.policy import PrefillBatch, PrefillPolicy
+from worker.options import owner_of
 from worker.steps.costs import StepCosts
 
 
@@ -23,6 +24,7 @@ class PrefillMachine(Prefiller):
         self.router = router
         self.worker = worker
         self.policy = policy
+        self.owner = owner_of(worker.name, router.cluster.num_routers)
         self.reporter = router.reporter_of(worker.name, self)
         self.is_dead = False
         self.is_draining = False
@@ -53,6 +55,7 @@ class PrefillMachine(Prefiller):
             costs=self.costs,
             pages=self.page_news(router),
             draining=self.is_draining,
+            is_others=self.owner != router,
         )
 
     def page_news(self, router: int) -> PageNews:

@@ -46,6 +46,19 @@ def test_what_others_have_sent_is_known_from_reports() -> None:
     assert one.ttft_s.mean() < prompt.ttft_s.mean() < 0.8 * late.ttft_s.mean()
 
 
+def test_with_targets_several_serve_about_as_one_does() -> None:
+    """Each takes workers of its own first, and those of others where its own are late: else all would send what comes
+    between two reports to the same one."""
+    ttft_s = []
+    for num_routers in (1, 4):
+        options = RouterOptions(slo_ttft_ms=1000, slo_tpot_ms=100)
+        setup = cluster(workers("mixed", 8), router=options, num_routers=num_routers, report_gap_s=0.3)
+        workload = requests(400, rate=60)
+        outcome = play(setup, replace(workload, prompt_len=np.full(400, 250), output_len=np.full(400, 4)))[1]
+        ttft_s.append(outcome.ttft_s.mean())
+    assert ttft_s[1] < 1.5 * ttft_s[0]
+
+
 def test_each_is_told_what_caches_hold() -> None:
     """The first request of each prefix comes to one router, the second to the other, long after."""
     count = 60

@@ -120,7 +120,7 @@ async def served(request_ids: list[str]) -> AsyncIterator[_Served]:
     """A stream of router r, which has read the hello."""
     host, wall = _Host(request_ids), _Wall()
     clock = AwakeClock(lambda: wall.now_s)
-    streams = RouterStreams(host, clock.now_s, report_interval_s=0.001, drop_after_s=DROP_AFTER_S)
+    streams = RouterStreams("decode-1", host, clock.now_s, report_interval_s=0.001, drop_after_s=DROP_AFTER_S)
     server = make_server()
     worker_pb2_grpc.add_WorkerServicer_to_server(streams, server)
     port = bind(server, "127.0.0.1", 0)
@@ -160,6 +160,25 @@ async def test_a_report_that_says_nothing_new_waits_until_one_is_due(monkeypatch
         router.host.request_ids = ["a"]
         router.streams._send_reports(is_due=False)
         assert [list(message.report.request_ids) for message in said] == [[], ["a"]]
+
+
+async def test_of_several_routers_one_takes_the_worker_first() -> None:
+    async with served([]) as router:
+        assert not (await router.next_of("report")).is_others
+        router.streams._links["q"] = RouterLink("q")  # of decode-1 the second of the two is the owner
+        router.streams._send_reports()
+        assert not (await router.next_of("report")).is_others
+        router.streams._links["p"] = RouterLink("p")  # and of three, too
+        router.streams._links["s"] = RouterLink("s")
+        await _report_with(router, is_others=True)
+        for gone in "pqs":
+            del router.streams._links[gone]
+        await _report_with(router, is_others=False)
+
+
+async def _report_with(router: _Served, *, is_others: bool) -> None:
+    while (await router.next_of("report")).is_others is not is_others:
+        pass
 
 
 async def test_an_idle_worker_reports_all_the_same() -> None:
