@@ -378,6 +378,21 @@ def simulator(result: Result) -> Figure:
     return figure
 
 
+def growth(result: Result) -> Figure:
+    cases = result["cases"]
+    figure, grid = panels(len(cases), 2.8)
+    for axes, (name, case) in zip(grid, cases.items(), strict=True):
+        for routers in dict.fromkeys(row["routers"] for row in case["rows"]):
+            rows = [row for row in case["rows"] if row["routers"] == routers]
+            points = [row["workers"] for row in rows], [row["ttft_p90_ms"] for row in rows]
+            axes.plot(*points, "o-", label=f"{routers} router{'s' * (routers > 1)}")
+        axes.axhline(1e3 * case["slo"]["ttft_s"], color=GREY, linestyle="--")
+        axes.set_xscale("log")
+        axes.set(ylim=(0, None), xlabel="workers", ylabel="TTFT P90 ms", title=name)
+    grid[0].legend()
+    return figure
+
+
 def hybrids(result: Result) -> Figure:
     cases = result["cases"]
     columns = -(-len(cases) // 2)
@@ -562,6 +577,7 @@ PLOTS: Mapping[str, Callable[[Result], Figure]] = {
     "e2e": e2e,
     "flood": flood,
     "handoff": handoff,
+    "growth": growth,
     "hybrids": hybrids,
     "kv_fp8": kv_fp8,
     "moves": moves,

@@ -39,6 +39,7 @@ PICTURES = {  # what each shows, for who does not see it
     "e2e": "P50, P90 and P99 of TTFT and TPOT over the request rate",
     "flood": "The slowest health check and the most memory of a router in each flood",
     "handoff": "The exposed part of handoffs with and without prefill, and GB/s of each transport by size",
+    "growth": "TTFT of nine of ten requests by the number of workers, for one router and for several",
     "hybrids": "Goodput of the best hybrid over the better pure placement, a map of targets for each case",
     "kv_fp8": "Errors of fp8 pages beside those of bfloat16",
     "moves": "Gaps between tokens: undisturbed, moved, and moved and killed",
@@ -623,6 +624,21 @@ def _other_ways(result: Mapping[str, Any]) -> Iterator[list[object]]:
             replay = [result["replay"][name][rule][design]["rate"] for rule in ("published", "table")]
             both = [f"{rates[0]:g} / {rates[1]:g}" for rates in (drawn, replay)]
             yield [name, f"{design} {_counts(row)}", *both, f"{result['live'][name][design]['rate']:g}"]
+
+
+def growth(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            f"{name}, {row['workers']} workers",
+            row["routers"],
+            f"{row['attainment']:.1%}",
+            f"{row['ttft_p50_ms']:.0f} / {row['ttft_p90_ms']:.0f}",
+            f"{row['tpot_p90_ms']:.1f}",
+        ]
+        for name, case in result["cases"].items()
+        for row in case["rows"]
+    ]
+    return table(["case", "routers", "within targets", "TTFT P50 / P90 ms", "TPOT P90 ms"], rows)
 
 
 def hybrids(result: Mapping[str, Any]) -> str:
@@ -1317,6 +1333,7 @@ TABLES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "gpu_peers": gpu_peers,
     "gpu_transports": gpu_transports,
     "guards": guards,
+    "growth": growth,
     "hybrids": hybrids,
     "kv_fp8": kv_fp8,
     "explain": explain,

@@ -76,6 +76,8 @@ def test_another_routers_worker_is_taken_where_its_own_would_be_late_or_cost_far
     assert placed(policy_with("p0", "p1", "m0", p0=others, p1=late, m0=BUSY), shape())[0] == "p0"
     assert placed(policy_with("m0", "m1", m0=others, m1=BUSY), shape()) == ("m0", "m0")
     assert placed(policy_with("m0", "m1", m0=others, m1=others), shape()) == ("m0", "m0")
+    both = policy_with("p0", "p1", "m0", p0=others | late, p1=late, m0=BUSY | late)
+    assert placed(both, shape())[0] == "p1", "late with both"
 
 
 def test_who_is_late_anyway_makes_nobody_else_late() -> None:

@@ -147,6 +147,15 @@ def test_what_other_routers_sent_counts_until_a_report_says_it_is_done() -> None
     assert assigned(policy.assign(shape("b"), 2.0)).prefill == "p0"
 
 
+def test_of_several_routers_each_sends_prompts_to_its_own_workers_first() -> None:
+    policy = cluster("p0", "p1", "d0", pages=1000)
+    policy.on_report("p0", Report(made_s=1.0, available_pages=1000, is_others=True), 1.0)
+    assert assigned(policy.assign(shape("a", 400), 1.0)).prefill == "p1"
+    assert assigned(policy.assign(shape("b", 400), 1.0)).prefill == "p1", "twice the tokens of what it knows of p0"
+    assert assigned(policy.assign(shape("c", 400), 1.0)).prefill == "p0"
+    policy.check_invariants()
+
+
 def test_a_report_older_than_the_last_is_dropped() -> None:
     policy = cluster("p0", "p1", "d0")
     policy.on_report("p0", Report(made_s=2.0, waiting_tokens=500, available_pages=100), 2.0)

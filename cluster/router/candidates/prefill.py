@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from cluster.router.accounts import PrefillAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking
 from cluster.router.health.shunned import BARRED, NOBODY, SOUND, Grade, Shunned
+from cluster.router.placing.predicting import OWN_COST
 from engine.pages.pool import PageHash, pages_for
 
 FEW = 16  # workers, looked at one by one
@@ -107,6 +108,18 @@ class PrefillCandidates:
             if best is None or (left, name) < (least, best.view.name):
                 best, least = account, left
         return best if best is not None else self._best_shunned(shape, shunned)
+
+    def own_instead(self, best: PrefillAccount, shape: RequestShape, shunned: Shunned) -> PrefillAccount:
+        """The least loaded that no other router takes first, where a prompt waits there for about as few tokens as with
+        the best of all, as far as it is known here what others have sent to that."""
+        if not best.report.is_others:
+            return best
+        for name in self._by_load.first(FEW, {**self._others, **shunned}):
+            own = self.accounts[name]
+            if self.fits(own, shape):
+                is_as_good = _tokens_to(own, shape) <= OWN_COST * _tokens_to(best, shape)
+                return own if is_as_good else best
+        return best
 
     @property
     def has_both(self) -> bool:
@@ -204,3 +217,8 @@ class PrefillCandidates:
             for page_hash in account.prefixes:
                 holders.setdefault(page_hash, set()).add(account.view.name)
         assert self._holders == holders, "the pages sent are not those that the workers' accounts remember"
+
+
+def _tokens_to(account: PrefillAccount, shape: RequestShape) -> int:
+    """The first token of a prompt."""
+    return account.load + shape.prompt_len - account.cached_len(shape)

@@ -148,6 +148,7 @@ class Placing:
                 return first or Unplaced(
                     reason="no prefill worker that takes new requests has so many pages", lacks_pages=True
                 )
+            prefill = self._prefill.own_instead(prefill, shape, shunned)
             name = prefill.view.name
             if first is not None and name in shunned:
                 break  # something stands against all that are left

@@ -80,7 +80,7 @@ class Predicted:
 def is_as_good(own: Predicted, best: Predicted) -> bool:
     """Whether a placement on workers that a router takes first is as good as the best of all, as far as it knows: what
     other routers have sent to theirs it hears late, and each would send to those that seem idle to all."""
-    return not own.is_late and (best.is_late or own.cost_s <= OWN_COST * best.cost_s)
+    return best.is_late if own.is_late != best.is_late else own.cost_s <= OWN_COST * best.cost_s
 
 
 def best_predicted(
