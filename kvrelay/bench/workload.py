@@ -16,7 +16,14 @@ import numpy as np
 
 from kvrelay.bench.options import WorkloadOptions
 from placement.workload.requests import Workload, from_shapes
-from placement.workload.traces import MOONCAKE_BLOCK_TOKENS, Shape, WorkloadError, arrivals_s, read_trace
+from placement.workload.traces import (
+    MOONCAKE_BLOCK_TOKENS,
+    MOST_LENGTH,
+    Shape,
+    WorkloadError,
+    arrivals_s,
+    read_trace,
+)
 
 RANDOM_REQUESTS = 4096  # where no number is asked for: a simulation draws from them
 __all__ = [
@@ -39,6 +46,8 @@ __all__ = [
 
 def shapes_of(options: WorkloadOptions, rng: np.random.Generator) -> list[Shape]:
     """The trace's requests, or as many random ones as are asked for. Raises WorkloadError."""
+    if options.num_prompts is not None:
+        _check_count("--num-prompts", options.num_prompts)
     if options.trace is not None:
         shapes, scale = read_trace(options.trace, options.num_prompts), options.trace_scale
     elif options.random_input_len is None or options.random_output_len is None:
@@ -73,8 +82,6 @@ def timed_workload(options: WorkloadOptions) -> Workload:
 
 
 def _check(options: WorkloadOptions) -> None:
-    if options.num_prompts is not None and options.num_prompts < 1:
-        raise WorkloadError(f"--num-prompts is {options.num_prompts}; give 1 or more")
     if not 0 <= options.seed < 2**62:
         raise WorkloadError(f"--seed is {options.seed}; give a whole number of 0 to 2**62 - 1")
     if options.trace is None and options.trace_timestamps:
@@ -85,16 +92,20 @@ def random_shapes(
     num: int, input_len: int, output_len: int, range_ratio: float, prefix_len: int, rng: np.random.Generator
 ) -> list[Shape]:
     """Lengths drawn evenly from [len * (1 - range_ratio), len * (1 + range_ratio)]; `prefix_len` is added to inputs."""
-    for key, length in (("random input length", input_len), ("random output length", output_len)):
-        if length < 1:
-            raise WorkloadError(f"{key} is {length}; give 1 or more")
-    if prefix_len < 0:
-        raise WorkloadError(f"random prefix length is {prefix_len}; give 0 or more")
+    _check_count("random input length", input_len)
+    _check_count("random output length", output_len)
+    _check_count("random prefix length", prefix_len, least=0)
     if not 0 <= range_ratio < 1:
         raise WorkloadError(f"random range ratio is {range_ratio:g}; give 0 or more, below 1")
     inputs = _lengths(num, input_len, range_ratio, rng)
     outputs = _lengths(num, output_len, range_ratio, rng)
     return [Shape(input_len=prefix_len + i, output_len=o) for i, o in zip(inputs, outputs, strict=True)]
+
+
+def _check_count(key: str, count: int, *, least: int = 1) -> None:
+    if not least <= count <= MOST_LENGTH:
+        mend = f"{least} or more" if count < least else f"{MOST_LENGTH} or less"
+        raise WorkloadError(f"{key} is {count}; give {mend}")
 
 
 def _lengths(num: int, length: int, ratio: float, rng: np.random.Generator) -> list[int]:
@@ -109,8 +120,14 @@ def fit(
     if not (scale > 0 and math.isfinite(scale)):
         raise WorkloadError(f"trace scale is {scale:g}; give a number above 0")
     for key, limit in (("max input length", max_input_len), ("max output length", max_output_len)):
-        if limit is not None and limit < 1:
-            raise WorkloadError(f"{key} is {limit}; give 1 or more")
+        if limit is not None:
+            _check_count(key, limit)
+    longest = max((max(shape.input_len, shape.output_len) for shape in shapes), default=0)
+    if scale > 1 and longest * scale > MOST_LENGTH:
+        raise WorkloadError(
+            f"trace scale is {scale:g}, and the longest request has {longest} tokens; give {MOST_LENGTH / longest:.3g} "
+            "or less"
+        )
     return [
         replace(
             shape,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,6 +192,25 @@ def test_fit_scales_then_cuts_and_never_empties() -> None:
         workload.fit(shapes, scale=0)
     with pytest.raises(WorkloadError, match="max input length"):
         workload.fit(shapes, max_input_len=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            {"random_input_len": 10**30, "random_output_len": 1},
+            r"random input length is 10+; give 1000000000 or less",
+        ),
+        ({"trace": AZURE, "num_prompts": 10**30}, r"--num-prompts is 1000+; give 1000000000 or less"),
+        (
+            {"trace": AZURE, "trace_scale": 1e300},
+            r"scale is 1e\+300.* has 7930 tokens; give 1.26e\+05 or less",
+        ),
+    ],
+)
+def test_a_length_that_no_request_has_is_told_and_does_not_overflow(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(WorkloadError, match=named):
+        workload.source_workload(WorkloadOptions(**options))
 
 
 def test_what_is_too_long_for_the_model_is_told_with_a_scale_that_fits() -> None:
