@@ -79,7 +79,7 @@ class RooflineCatalog:
     def degrees(self, max_gpus: int) -> Sequence[Degrees]:
         """TP within a node that a worker loads, PP that it loads and that divides the layers; the smallest first."""
         tps = self._tps()
-        pps = [pp for pp in range(1, self.max_pp + 1) if self._has_even_stages(pp)]
+        pps = [pp for pp in range(1, min(self.max_pp, self.shape.num_layers) + 1) if self._has_even_stages(pp)]
         threads = 1 if self.machine.unit == "core" else 0
         fitting = [Degrees(tp, pp, threads) for tp in tps for pp in pps if tp * pp <= max_gpus]
         return sorted(fitting, key=lambda degrees: (degrees.gpus, degrees.pp))

@@ -191,7 +191,8 @@ def find_pairs(
         for prefill in prefills
         for decode in decodes
         if any(
-            _share_a_node(problem, prefill.offer.degrees, decode.offer.degrees, n) for n in range(1, problem.max_pp + 1)
+            _share_a_node(problem, prefill.offer.degrees, decode.offer.degrees, nodes)
+            for nodes in range(1, prefill.offer.degrees.pp + 1)
         )
         for placement in [
             _pair_placement(problem, (prefill, 1), (decode, 1), min(prefill.goodput.value, decode.goodput.value))

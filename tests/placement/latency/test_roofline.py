@@ -252,3 +252,5 @@ def test_degrees_divide_heads_and_layers_and_stay_in_a_node() -> None:
     assert {degrees.pp for degrees in found} == {1, 2, 4}
     assert all(degrees.gpus <= 8 for degrees in found)
     assert list(found) == sorted(found, key=lambda degrees: (degrees.gpus, degrees.pp))
+    boundless = open_catalog("llama-3.1-8b", "h200-sxm", max_pp=10**12).degrees(1024)
+    assert {degrees.pp for degrees in boundless} == {1, 2, 4, 8, 16, 32}  # its 32 layers end the list
