@@ -129,6 +129,10 @@ class RooflineCatalog:
     def weight_bytes(self, degrees: Degrees) -> float:
         return self.shape.weight_bytes / degrees.gpus
 
+    @property
+    def _usable_bytes(self) -> float:
+        return self.machine.memory_bytes * self.machine.memory_share
+
     def step_bytes(self, degrees: Degrees) -> float:
         """Activations of the largest step, and its logits."""
         shape = self.shape
@@ -146,8 +150,7 @@ class RooflineCatalog:
 
     def num_pages(self, degrees: Degrees, guesses: Guesses | None = None) -> int:
         """Of a worker; 0 where the weights leave no room. A draft model and its KV are on the GPU that has most."""
-        usable = self.machine.memory_bytes * self.machine.memory_share
-        left = usable - self.weight_bytes(degrees) - self.step_bytes(degrees)
+        left = self._usable_bytes - self.weight_bytes(degrees) - self.step_bytes(degrees)
         token_bytes = self.kv_bytes_per_token(degrees)
         if guesses is not None:
             left -= guesses.weight_bytes(self.shape)
@@ -175,7 +178,8 @@ class RooflineCatalog:
 
     def _too_big(self, degrees: Degrees) -> str:
         mend = self.smallest_that_fits()
-        advice = f"give {mend} or more" if mend else "give a smaller model, or a GPU with more memory"
+        smaller = "a smaller step" if self._beside_step(degrees) else "a smaller model"
+        advice = f"give {mend} or more" if mend else f"give {smaller}, or a GPU with more memory"
         return f"{self.why_no_room(degrees)}; {advice}"
 
     def why_no_room(self, degrees: Degrees) -> str:
@@ -190,8 +194,15 @@ class RooflineCatalog:
         if pages:
             why = f"{what} leaves room for {held} tokens of KV on {have} ({degrees}), less than one of {need}"
         else:
-            why = f"{what} does not fit on {have} ({degrees})"
+            why = f"{what} does not fit on {have} ({degrees}){self._beside_step(degrees)}"
         return why + self._why_uneven()
+
+    def _beside_step(self, degrees: Degrees) -> str:
+        """What takes the room that the weights leave; empty: they leave none, or enough."""
+        if self.num_pages(degrees) or self.weight_bytes(degrees) >= self._usable_bytes:
+            return ""
+        step = f"max_batch_tokens {self.max_batch_tokens} and max_batch_size {self.max_batch_size}"
+        return f" beside a step of {step}, {_gb(self.step_bytes(degrees))} on each"
 
     def _why_uneven(self) -> str:
         """That it would fit in stages, but for what they must divide."""

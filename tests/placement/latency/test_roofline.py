@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 
 import numpy as np
 import pytest
@@ -254,3 +255,16 @@ def test_degrees_divide_heads_and_layers_and_stay_in_a_node() -> None:
     assert list(found) == sorted(found, key=lambda degrees: (degrees.gpus, degrees.pp))
     boundless = open_catalog("llama-3.1-8b", "h200-sxm", max_pp=10**12).degrees(1024)
     assert {degrees.pp for degrees in boundless} == {1, 2, 4, 8, 16, 32}  # its 32 layers end the list
+
+
+@pytest.mark.parametrize(
+    ("step", "mend"),
+    [({"max_batch_tokens": 10**6}, "give TP 8 or more"), ({"max_batch_size": 10**6}, "give a smaller step, or a GPU")],
+)
+def test_what_leaves_no_room_is_named_where_it_is_the_step(step: dict[str, int], mend: str) -> None:
+    catalog = open_catalog("llama-3.1-8b", "h100-sxm", **step)
+    answer = catalog.offer(Degrees(2))
+    assert isinstance(answer, str)
+    (key,) = step
+    assert re.search(rf"does not fit on 2 GPUs of 80 GB each \(TP 2\) beside a step of .*{key} 1000000", answer)
+    assert mend in answer
