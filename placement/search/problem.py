@@ -137,11 +137,12 @@ class PlanSearch:
 
 
 def simplest_first(tried: Sequence[Goodput], rate: float) -> list[Goodput]:
-    """The same, the best first, but that of those as good as that the simplest kind is before it."""
+    """The same, the best first, but that of those as good as that the simplest kind is before it, and of one kind that
+    which guesses no tokens ahead."""
     if not tried:
         return []
     best, least = tried[0], max(rate, (1 - ALIKE) * tried[0].goodput.value)
     sure = [each for each in tried[1:] if not each.is_rough and each.candidate.gpus <= best.candidate.gpus]
     alike = [best, *(each for each in sure if each.goodput.value >= least)]
-    chosen = min(alike, key=lambda each: SIMPLEST.index(each.candidate.kind))
+    chosen = min(alike, key=lambda each: (SIMPLEST.index(each.candidate.kind), each.candidate.num_guesses > 0))
     return [chosen, *(each for each in tried if each is not chosen)]

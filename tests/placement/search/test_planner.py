@@ -269,6 +269,22 @@ def test_of_what_is_as_good_the_simplest_kind_is_chosen(
     assert sorted(each.goodput.value for each in found) == sorted(values)
 
 
+@pytest.mark.parametrize(("plain", "guesses"), [(8.95, 0), (8.8, 4)])
+def test_guesses_that_gain_nothing_are_left_out(plain: float, guesses: int) -> None:
+    alone = pool("mixed", 1, 2)
+    tried = [
+        Goodput(
+            candidate=Candidate(pools=(replace(alone, num_speculative_tokens=ahead),)),
+            goodput=Interval(value, value, value),
+            curve=(),
+            usd_per_hour=0.0,
+            watts=0.0,
+        )
+        for ahead, value in ((4, 9.0), (0, plain))
+    ]
+    assert simplest_first(tried, 0.0)[0].candidate.num_guesses == guesses
+
+
 def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
     offer = toy_offer()
     reading, writing = (mixed_of(offer, count, "toy", chunks).pools[0] for count, chunks in ((2, 100), (1, 50)))
