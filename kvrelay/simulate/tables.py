@@ -99,7 +99,8 @@ def _ms(seconds: float) -> str:
 
 
 def _interval(interval: Interval) -> str:
-    return f"{_ms(interval.value)} ({_ms(interval.low)}-{_ms(interval.high)})"
+    is_open = interval.low == 0 and math.isinf(interval.high)  # too few requests to tell
+    return f"{_ms(interval.value)} ({'not known' if is_open else f'{_ms(interval.low)}-{_ms(interval.high)}'})"
 
 
 def _share(interval: Interval) -> str:

@@ -139,6 +139,12 @@ def test_a_person_gets_a_table_that_names_what_it_shows(spec: str) -> None:
     assert "within 7% nine times in ten" in result.stdout
 
 
+def test_of_few_requests_no_interval_is_known(spec: str) -> None:
+    shown = run(spec, *FEW, "--num-requests", "50", "--rate", "4").stdout
+    assert "(not known)" in shown
+    assert "never" not in shown
+
+
 def test_a_profile_takes_the_place_of_hardware(spec: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     write_profile(profile(), path)
