@@ -82,8 +82,10 @@ def _amount(number: int, hardware: str, unit: str) -> str:
 
 def sharing_words(candidate: Candidate) -> str:
     """How mixed workers put both phases into their steps, and what is guessed ahead."""
-    chunks = dict.fromkeys(f"{pool.chunk_tokens:,}" for pool in candidate.pools if pool.role == "mixed")
-    said = f", which read prompts in chunks of {' and '.join(chunks)} tokens in steps that decode" if chunks else ""
+    mixed = [pool for pool in candidate.pools if pool.role == "mixed"]
+    chunks = dict.fromkeys(f"{pool.chunk_tokens:,}" for pool in mixed)
+    reads = "reads" if sum(pool.replicas for pool in mixed) == 1 else "read"
+    said = f", which {reads} prompts in chunks of {' and '.join(chunks)} tokens in steps that decode" if chunks else ""
     guesses = candidate.num_guesses
     return f"{said}, with up to {count(guesses, 'token')} guessed ahead of each request" if guesses else said
 

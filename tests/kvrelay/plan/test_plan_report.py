@@ -100,6 +100,11 @@ def test_workers_that_do_both_are_told_and_their_spec_is_written(tmp_path: Path)
     assert "kvrelay verify plan.json" in page
 
 
+@pytest.mark.parametrize(("replicas", "reads"), [(1, "which reads prompts in"), (2, "which read prompts in")])
+def test_one_mixed_worker_reads_and_two_read(replicas: int, reads: str) -> None:
+    assert reads in plan_words.placement_words(together(1, replicas))
+
+
 def published(plan: Plan) -> Plan:
     """The same, but that those who do both are a published system's machines."""
     theirs = [
