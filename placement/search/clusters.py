@@ -111,15 +111,15 @@ def _either_way(search: PlanSearch, cluster: SimulatedCluster) -> list[Candidate
 
 
 def _hybrids(search: PlanSearch, clusters: Sequence[SimulatedCluster]) -> list[Placement]:
-    """Of the best placements."""
+    """Of the best placements; two of them may become the same."""
     if not search.question.colocated:
         return []
     able = [each for each in clusters if each.placement.copies == 1 and each.goodput.goodput.value]
-    return [
-        with_candidate(cluster.placement, candidate)
-        for cluster in _best_of_each_degrees(search, able)[:HYBRIDS_OF]
-        for candidate in hybrids_of(cluster.placement.candidate)
-    ]
+    hybrids: dict[Candidate, Placement] = {}
+    for cluster in _best_of_each_degrees(search, able)[:HYBRIDS_OF]:
+        for candidate in hybrids_of(cluster.placement.candidate):
+            hybrids.setdefault(candidate, with_candidate(cluster.placement, candidate))
+    return list(hybrids.values())
 
 
 # for a rate

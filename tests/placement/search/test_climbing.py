@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from placement.build.from_offers import pair_of
+from placement.build.from_offers import mixed_of, pair_of
 from placement.goodput.search import Knee
-from placement.plan import Candidate, Goodput, Interval
+from placement.plan import Candidate, Goodput, Interval, Slo
 from placement.search import clusters
 from placement.search.clusters import SimulatedCluster
 from placement.search.hybrids import shifted
 from placement.search.placements import Placement
+from placement.search.question import PlanQuestion
 from tests.placement.toys import toy_offer
 
 NUM_GPUS = 64
@@ -22,6 +23,7 @@ NUM_GPUS = 64
 
 class ByGoodput:
     num_gpus = NUM_GPUS
+    question = PlanQuestion(slo=Slo(), num_gpus=NUM_GPUS)
 
     @staticmethod
     def score(goodput: Goodput) -> tuple[float, float]:
@@ -62,3 +64,13 @@ def test_smaller_workers_find_a_proportion_that_the_best_cannot_have(monkeypatch
     found = clusters._climbed(search, [coarse, fine], with_more_decode, "neighbours")
     best = max(found, key=lambda cluster: cluster.goodput.goodput.value)
     assert [pool.replicas for pool in best.placement.candidate.pools] == [12, 5]
+
+
+def test_what_two_placements_become_alike_is_tried_once() -> None:
+    offer = replace(toy_offer(), max_batch_tokens=2048)
+    pair = simulated(replace(placement((1, 1), (1, 1)), candidate=pair_of((offer, 1), (offer, 1), "toy")))
+    alone = replace(pair, placement=replace(pair.placement, candidate=mixed_of(offer, 2, "toy", 512)))
+    search: Any = ByGoodput()
+    labels = [each.candidate.label for each in clusters._hybrids(search, [pair, alone])]
+    assert "1 x prefill TP 1 + 1 x mixed TP 1, chunks of 512" in labels
+    assert len(labels) == len(set(labels)) == 4
