@@ -153,8 +153,9 @@ class Hardware(_File):
 
     def flops_for(self, dtype: str) -> float:
         """FLOP/s in a dtype; one that the hardware lacks is computed in the next wider that it has."""
-        wider = {"float8": ("float8", "bfloat16", "float16"), "float16": ("float16", "bfloat16")}
-        for name in (*wider.get(dtype, (dtype, "float16")), "float32"):
+        halves = ("bfloat16", "float16")
+        wider = {"float8": ("float8", *halves), "float16": ("float16", "bfloat16"), "bfloat16": halves}
+        for name in (*wider.get(dtype, ()), "float32"):
             if name in self.flops:
                 return self.flops[name]
         raise PlanError(f"{self.name} has no FLOP/s for {dtype}; give flops.{dtype} in its file")

@@ -101,6 +101,14 @@ def test_a_dtype_that_it_lacks_is_computed_in_a_wider_one() -> None:
     assert h100.flops_for("float8") == 2 * h100.flops["bfloat16"] + 1e12
 
 
+def test_float32_is_never_computed_in_a_narrower_dtype() -> None:
+    given = data()
+    assert parse_hardware(given).flops_for("float32") < 0.1 * parse_hardware(given).flops_for("bfloat16")
+    del given["flops"]["float32"]
+    with pytest.raises(PlanError, match=r"has no FLOP/s for float32; give flops.float32 in its file"):
+        parse_hardware(given).flops_for("float32")
+
+
 def test_only_power_caps_that_the_file_knows_can_be_had() -> None:
     h100 = load_hardware("h100-sxm")
     assert (h100.cap(0.7).prefill_time, h100.cap(0.7).decode_time, h100.cap(1.0).prefill_time) == (1.3, 1.0, 1.0)
