@@ -139,7 +139,7 @@ def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: 
     if placement is not plan.chosen:
         lines.append(
             f"The plan's answer is {words.placement_words(plan.chosen.candidate)}, which kvrelay does not serve. "
-            "This is the best placement with two pools."
+            f"This is the best placement {'with two pools' if placement.candidate.kind == 'two pools' else 'of those'}."
         )
     lines.append(f"Meets {words.goal(plan)} up to {amounts.between(placement.goodput)} requests/s.")
     if placement.copies > 1:

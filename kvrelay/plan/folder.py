@@ -37,7 +37,8 @@ class Saved:
 
 
 def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
-    """Writes the folder; files of the same names are replaced. Raises PlanError where nothing can be written."""
+    """Writes the folder; files of the same names are replaced, and a cluster.yaml goes where this plan has
+    none. Raises PlanError where nothing can be written."""
     from kvrelay.plan import report as plan_report
     from kvrelay.plan.plots import figures as plots
     from kvrelay.plan.plots.style import png
@@ -58,7 +59,10 @@ def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
     if spec:
         written["cluster.yaml"] = spec
     written |= {f"{name}.png": png(figure) for name, figure in wide.items()}
-    return Saved(files=tuple(write(folder, name, content) for name, content in written.items()), notes=notes)
+    files = tuple(write(folder, name, content) for name, content in written.items())
+    if not spec:  # an earlier plan's is not this one's
+        (folder / "cluster.yaml").unlink(missing_ok=True)
+    return Saved(files=files, notes=notes)
 
 
 def check_folder(folder: Path) -> None:
@@ -107,7 +111,7 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
     placement, why_not = cluster.to_run(plan, most_gpus, cut), cluster.why_not_started(plan.chosen, most_gpus, cut)
     if placement is None:
         why = why_not or "only a published system's machines meet the targets, and kvrelay does not serve them"
-        return "", f"There is none: {why}.", ()
+        return "", f"There is none: {why}.", (f"no cluster.yaml is written: {why}",)
     name = cluster.cluster_name(model)
     slo = Targets(slo=plan.slo, classes=request.request_classes).loosest
     guesses = guesses_of(request)

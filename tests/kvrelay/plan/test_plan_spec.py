@@ -162,7 +162,7 @@ def test_degrees_of_a_published_system_that_no_worker_loads_are_not_written() ->
     assert notes == (f"cluster.yaml has the best that kvrelay up starts, {PAIR.label}: {why}",)
     assert {pool.tensor_parallel for pool in parse_spec(yaml.safe_load(text)).pools} == {1}
     alone = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,)), request)
-    assert alone == ("", f"There is none: {why}.", ())
+    assert alone == ("", f"There is none: {why}.", (f"no cluster.yaml is written: {why}",))
 
 
 def test_of_stages_over_several_nodes_the_best_that_is_started_is_written() -> None:
@@ -176,4 +176,4 @@ def test_of_stages_over_several_nodes_the_best_that_is_started_is_written() -> N
     assert text.startswith(f"# Note: {note}\n")
     assert [pool.replicas for pool in parse_spec(yaml.safe_load(text)).pools] == [pool.replicas for pool in PAIR.pools]
     alone = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,)), request)
-    assert alone == ("", f"There is none: {why}.", ())
+    assert alone == ("", f"There is none: {why}.", (f"no cluster.yaml is written: {why}",))
