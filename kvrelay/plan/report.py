@@ -113,6 +113,7 @@ def _facts(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     yield "Planned rate", amounts.num(rate), "requests/s", f"{amounts.percent(plan.headroom)} of the goodput left"
     met = plan.at_rate.attainment
     ends = f"between {amounts.percent(met.low)} and {amounts.percent(met.high)}"
+    ends = ends if amounts.is_known(met) else "interval not known"
     yield "Meet both targets", amounts.percent(met.value), "", f"{ends}, {amounts.percent(plan.slo.attainment)} asked"
 
 
@@ -183,7 +184,7 @@ def _honesty(plan: Plan) -> Iterator[str]:
         "figures: an error of the model moves all of them alike."
     )
     yield (
-        "The simulator runs the policies of the live router and workers. It leaves out clients that cancel, the time "
+        "The simulator runs the policies of the live router and workers. It leaves out clients that hang, the time "
         "of tokenising, network trouble and other work on the same machines. After the cluster runs, kvrelay verify "
         "compares this plan with it and keeps the difference as the margin of the next plan."
     )

@@ -100,6 +100,12 @@ def test_workers_that_do_both_are_told_and_their_spec_is_written(tmp_path: Path)
     assert "kvrelay verify plan.json" in page
 
 
+def test_an_interval_of_nearly_everything_is_called_not_known(tmp_path: Path) -> None:
+    vague = replace(PLAN, at_rate=replace(PLAN.at_rate, attainment=Interval(0.91, 0.002, 1.0)))
+    save(vague, REQUEST, tmp_path)
+    assert "interval not known, 90% asked" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize(("replicas", "reads"), [(1, "which reads prompts in"), (2, "which read prompts in")])
 def test_one_mixed_worker_reads_and_two_read(replicas: int, reads: str) -> None:
     assert reads in plan_words.placement_words(together(1, replicas))
@@ -124,8 +130,11 @@ def test_what_a_published_system_serves_is_told_and_the_best_two_pools_are_writt
 def test_where_only_a_published_system_serves_there_is_no_spec(tmp_path: Path) -> None:
     plan = published(COLOCATED)
     only = replace(plan, tried=tuple(each for each in plan.tried if each.candidate.is_colocated))
-    save(only, REQUEST, tmp_path)
+    save(plan, REQUEST, tmp_path)
+    assert (tmp_path / "cluster.yaml").exists()  # of another plan
+    saved = save(only, REQUEST, tmp_path)
     assert not (tmp_path / "cluster.yaml").exists()
+    assert saved.notes[0].startswith("no cluster.yaml is written: only a published system's machines meet")
     assert "machines meet the targets, and kvrelay does not serve them" in (tmp_path / "report.html").read_text()
 
 
