@@ -95,10 +95,14 @@ class Provisioner:
 
     def _check_units(self) -> None:
         wanted = {self.resource} if self.question.rate else set(self._budgets())
-        for resource, what in (("usd_per_hour", "price per hour"), ("power", "power")):
+        asked = f"objective {self.question.objective}" if self.question.rate else "the budget"
+        figures = (("usd_per_hour", "price per hour", "usd_per_gpu_hour"), ("power", "power", "watts_per_gpu"))
+        for resource, what, key in figures:
             for machine in self.machines:
                 if resource in wanted and not getattr(machine, resource):
-                    raise PlanError(f"{machine.name} has no {what}, which what is asked needs; give it")
+                    raise PlanError(
+                        f"{machine.name} has no {what}, which {asked} needs; give {key} in its hardware file"
+                    )
 
     def _budgets(self) -> dict[Resource, float]:
         given: dict[Resource, float | None] = {

@@ -316,7 +316,7 @@ def test_bad_input_is_a_sentence() -> None:
         plan(ask(budget_usd_per_hour=0.5))
     with pytest.raises(PlanError, match="num_gpus is 1, and a machine of b takes 1; give 2 for two pools, or machines"):
         plan(ask(num_gpus=1, colocated=False))
-    with pytest.raises(PlanError, match="b has no price per hour"):
+    with pytest.raises(PlanError, match=r"b has no price per hour, .* objective cost .*; give usd_per_gpu_hour in its"):
         plan(ask(objective="cost", rate=1.0), machines=[replace(shop()[0], usd_per_hour=0.0)])
     with pytest.raises(PlanError, match="colocated is off"):
         plan(ask(rate=1.0, colocated=False), replace(QUICK, designs=("Baseline-B",)))
