@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -118,11 +119,11 @@ def _chunks(row: Any, where: str) -> dict[str, Any]:
     chunks = row.get("chunks") if isinstance(row, Mapping) else None
     try:
         made = tuple((int(length), int(start)) for length, start in chunks or ())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         made = ()
     if not made or any(length < 1 or start < 0 for length, start in made):
         raise ProfileError(f"{where}.chunks is {chunks!r}; give pairs of tokens computed and tokens before them")
-    return {"chunks": made, "seconds": _above_0(row, "seconds", where), **_common(row)}
+    return {"chunks": made, "seconds": _above_0(row, "seconds", where), **_common(row, where)}
 
 
 def _decode_point(row: Any, where: str) -> DecodePoint:
@@ -130,7 +131,7 @@ def _decode_point(row: Any, where: str) -> DecodePoint:
         batch_size=_whole(row, "batch_size", where),
         context_tokens=_whole(row, "context_tokens", where),
         seconds=_above_0(row, "seconds", where),
-        **_common(row),
+        **_common(row, where),
     )
 
 
@@ -140,7 +141,7 @@ def _transfer_point(row: Any, where: str) -> TransferPoint:
         bytes=_whole(row, "bytes", where),
         seconds=_number(row, "seconds", where),
         exposed_s=_number(row, "exposed_s", where),
-        **_common(row),
+        **_common(row, where),
     )
 
 
@@ -190,8 +191,9 @@ def _numbers(data: Any, key: str, where: str, least: float = 0.0) -> tuple[float
     return tuple(_number(rows, name, where, least) for name in rows)
 
 
-def _common(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"repeats": int(row.get("repeats", 1)), "held_out": bool(row.get("held_out", False))}
+def _common(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    repeats = _whole(row, "repeats", where) if "repeats" in row else 1
+    return {"repeats": repeats, "held_out": bool(row.get("held_out", False))}
 
 
 def _get(data: Any, key: str, where: str) -> tuple[Any, str]:
@@ -203,7 +205,8 @@ def _get(data: Any, key: str, where: str) -> tuple[Any, str]:
 
 def _number(data: Any, key: str, where: str = "", least: float = 0.0) -> float:
     value, name = _get(data, key, where)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < least:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max or value < least:
         raise ProfileError(f"{name} is {value!r}; give a number{' of 0 or more' if not least else ''}")
     return float(value)
 

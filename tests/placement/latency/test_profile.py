@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -269,6 +270,9 @@ Change = Callable[[dict[str, Any]], object]
         (lambda d: d.update(prefill=[]), "prefill has no points"),
         (lambda d: d["prefill"][1].update(seconds="soon"), r"prefill\[1\].seconds is 'soon'; give a number"),
         (lambda d: d["prefill"][0].update(seconds=0), r"prefill\[0\].seconds is 0"),
+        (lambda d: d["prefill"][0].update(seconds=10**400), r"prefill\[0\].seconds is 1000"),
+        (lambda d: d["prefill"][0].update(chunks=[[math.inf, 0]]), r"prefill\[0\].chunks is \[\[inf, 0\]\]"),
+        (lambda d: d["decode"][0].update(repeats="often"), r"decode\[0\].repeats is 'often'; give a whole number"),
         (lambda d: d["prefill"][0].update(chunks=[[0, 1]]), r"prefill\[0\].chunks is \[\[0, 1\]\]"),
         (lambda d: d["decode"][2].update(batch_size=0), r"decode\[2\].batch_size is 0; give a whole number"),
         (lambda d: d["decode_pool"].update(num_pages=1.5), "decode_pool.num_pages is 1.5"),
