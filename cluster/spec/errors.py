@@ -116,6 +116,8 @@ def _mend(kind: str, context: Mapping[str, Any], message: str) -> str:
         return "keys and values, indented under it"
     if kind in ("list_type", "tuple_type"):
         return "a list"
+    if kind == "path_type":
+        return "the path of a file"
     bounds = {"greater_than_equal": "of {ge} or more", "greater_than": "above {gt}"}
     bounds |= {"less_than_equal": "of {le} or less", "less_than": "below {lt}"}
     if kind in bounds:
@@ -132,13 +134,13 @@ def _mend(kind: str, context: Mapping[str, Any], message: str) -> str:
 
 
 def _unknown_key(loc: Sequence[int | str], model: type[BaseModel]) -> str:
-    """Names the nearest known key: first among its siblings, then anywhere in the spec."""
+    """Names the nearest known key: first among its siblings, then anywhere in the spec; one that is called the same
+    before all."""
     key, written = key_path(loc), str(loc[-1])
-    siblings = list(_model_at(model, loc[:-1]).model_fields)
+    siblings, paths = list(_model_at(model, loc[:-1]).model_fields), dict(_leaf_paths(model))
     near = difflib.get_close_matches(written, siblings, n=1, cutoff=0.6)
-    if near:
+    if near and written not in paths:
         return f"{key} is not a known key; did you mean {key_path([*loc[:-1], near[0]])}?"
-    paths = dict(_leaf_paths(model))
     elsewhere = difflib.get_close_matches(written, list(paths), n=1, cutoff=0.75)
     if elsewhere:
         return f"{key} is not a known key here; did you mean {paths[elsewhere[0]]}?"

@@ -232,7 +232,7 @@ def _find(hardware: str) -> Path:
 def _numbers(value: Any) -> Any:
     """YAML reads 4.8e12 as text: it wants a sign in the exponent."""
     if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
+        return {str(key): _numbers(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_numbers(item) for item in value]
     if isinstance(value, str) and value[:1].isdigit():

@@ -64,6 +64,7 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
             "replan_most_devices is given, and replan is off; make it advise or act",
         ),
         (spec_data(port=1), "port is not a known key here; did you mean router.port?"),
+        (spec_data(kv_dtype="int8"), "kv_dtype is not a known key here; did you mean pools[].kv_dtype?"),
         (spec_data(router={"prot": 1}), "router.prot is not a known key; did you mean router.port?"),
         (spec_data(pools=pools({"thread": 1})), "pools[0].thread is not a known key; did you mean pools[0].threads?"),
         (spec_data(router={"replicas": 0}), "router.replicas is 0; give a number of 1 or more"),

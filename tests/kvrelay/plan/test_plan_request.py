@@ -72,6 +72,7 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
         ({"model": None}, "--model is missing; give a model directory, or a name of configs/models"),
         ({"hardware": None}, "--hardware is missing; give a file, or a name of configs/hardware"),
         ({"model": ""}, "--model is ''; give text"),
+        ({"margin": ["a"]}, "--margin is ['a']; give the path of a file"),
         ({"hardware": ","}, "--hardware is ','; give one or more"),
         ({"attainment": 1.0}, "--attainment is 1.0; give a number below 1.0"),
         ({"objective": "speed"}, "--objective is 'speed'; give 'goodput', 'cost' or 'power'"),

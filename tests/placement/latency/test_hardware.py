@@ -77,6 +77,11 @@ def test_a_mistake_is_one_sentence_with_file_key_value_and_mend(path: str, value
     assert "\n" not in str(caught.value)
 
 
+def test_a_key_that_is_a_number_is_not_known() -> None:
+    with pytest.raises(PlanError, match=r"^hardware: 8 is not a known key"):
+        parse_hardware({**data(), 8: 80e9})
+
+
 def test_what_is_no_hardware_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "torn.yaml").write_text("name: [\n")
