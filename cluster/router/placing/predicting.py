@@ -12,7 +12,7 @@ Where an engine has pipeline stages, the costs are of a pass through all of them
 by that many times as fast, and each pass holds its share of the answers.
 
 Several routers hear of each other's requests by reports only, up to 50 ms late and more of many workers. So each has
-workers of its own, and takes those as long as they keep the targets and cost at most twice what another's would.
+workers of its own, and takes those where nobody is late for it and the cost is at most twice that of another's.
 
 An answer that is not written where its prompt is read waits for what the reading does not hide of the handoff, and
 that for those before it (handoff_times.py).
