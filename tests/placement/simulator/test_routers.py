@@ -76,7 +76,7 @@ def test_each_is_told_what_caches_hold() -> None:
         assert play(setup, shared)[1].counters["prefix_hit_tokens"] == 30 * 240
 
 
-@pytest.mark.parametrize("num_pages", [400, 60])
+@pytest.mark.parametrize("num_pages", [400, 90])
 @pytest.mark.parametrize("role", ["decode", "mixed"])
 def test_passing_over_steps_changes_nothing(num_pages: int, role: str) -> None:
     """With messages so short that no change of a worker comes between its report and a decision."""
