@@ -19,11 +19,12 @@ import numpy as np
 from bench.common import REPO, RESULTS, about, save
 from bench.placement_search import trace
 from bench.plots import draw
-from placement.build.from_offers import assemble, mixed_of, offers_of, pair_of
+from placement.build.from_offers import OfferOf, assemble, mixed_of, offers_of, pair_of
 from placement.catalogs.base import Degrees
 from placement.catalogs.roofline import open_catalog
 from placement.compiled.pool import call, packed, simulation_pool
 from placement.plan import Candidate, Slo
+from placement.search.hybrids import hybrids_of
 from placement.simulator.systems import LiveSystem
 from placement.workload.traffic import Traffic
 
@@ -45,16 +46,12 @@ class Case:
     slo: Slo
     rate: float
 
-    def candidate(self) -> Candidate:
-        offer_of = offers_of(open_catalog(self.model, self.hardware))
+    def candidate(self, offer_of: OfferOf) -> Candidate:
         offers = [(offer_of(Degrees(tp=tp), False), count) for tp, count in zip(self.tp, self.counts, strict=True)]
         if len(offers) == 1:
             return mixed_of(*offers[0], self.hardware, 512)
         pair = pair_of(offers[0], offers[1], self.hardware)
-        prefill, decode = pair.pools
-        if self.role == "mixed":
-            decode = replace(decode, role="mixed", chunk_tokens=512, pack_tokens=prefill.pack_tokens)
-        return replace(pair, pools=(prefill, decode))
+        return hybrids_of(pair)[-1] if self.role == "mixed" else pair
 
 
 SMALL, LARGE = ("llama-3.1-8b", "h100-sxm"), ("llama-3.1-70b", "h200-sxm")
@@ -71,9 +68,9 @@ CASES: Mapping[str, Case] = {
 
 def look(case: Case, times: int, routers: int, seconds: float) -> dict[str, Any]:
     """What so many times the case's workers and requests make of it."""
-    small = case.candidate()
-    candidate = replace(small, pools=tuple(replace(p, replicas=p.replicas * times) for p in small.pools))
     offer_of = offers_of(open_catalog(case.model, case.hardware))
+    small = case.candidate(offer_of)
+    candidate = replace(small, pools=tuple(replace(p, replicas=p.replicas * times) for p in small.pools))
     system = assemble(candidate, offer_of, within_node=False, slo=case.slo)
     assert isinstance(system, LiveSystem)
     cluster = replace(system.cluster, num_routers=routers)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from cluster.router.accounts import DecodeAccount, Report, RequestShape, RoutedRequest
-from cluster.router.candidates.ranking import Ranking
+from cluster.router.candidates.ranking import Ranking, put_or_drop
 from cluster.router.health.shunned import BARRED, NOBODY, Shunned
 from cluster.router.placing.predicting import is_slow, token_s
 from engine.pages.pool import pages_for
@@ -291,23 +291,15 @@ class DecodeCandidates:
             return
         for name in self._changed:
             account = self.accounts.get(name)
-            if account is not None and account.report.is_others:
-                self._others[name] = None
-            else:
-                self._others.pop(name, None)
+            put_or_drop(self._others, name, account is not None and account.report.is_others)
             if account is None or account.report.draining:
                 self._by_batch.drop(name)
                 self._spacious.pop(name, None)
             else:
                 self._by_batch.put(name, account.batch)
-                if account.free_pages - 1 > account.batch:
-                    self._spacious[name] = None
-                else:
-                    self._spacious.pop(name, None)
-            if account is not None and (account.report.draining or account.is_short or is_slow(account)):
-                self._uneasy[name] = None
-            else:
-                self._uneasy.pop(name, None)
+                put_or_drop(self._spacious, name, account.free_pages - 1 > account.batch)
+            is_uneasy = account is not None and (account.report.draining or account.is_short or is_slow(account))
+            put_or_drop(self._uneasy, name, is_uneasy)
             self._pages_changed[name] = self._token_changed[name] = None
         self._changed.clear()
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cluster.router.accounts import PrefillAccount, Report, RequestShape, RoutedRequest
-from cluster.router.candidates.ranking import Ranking
+from cluster.router.candidates.ranking import Ranking, put_or_drop
 from cluster.router.health.shunned import BARRED, NOBODY, SOUND, Grade, Shunned
 from cluster.router.placing.predicting import OWN_COST
 from engine.pages.pool import PageHash, pages_for
@@ -114,9 +114,9 @@ class PrefillCandidates:
         the best of all, as far as it is known here what others have sent to that."""
         if not best.report.is_others:
             return best
-        for name in self._by_load.first(FEW, {**self._others, **shunned}):
+        for name in self._by_load.first(FEW, self._others):
             own = self.accounts[name]
-            if self.fits(own, shape):
+            if name not in shunned and self.fits(own, shape):
                 is_as_good = _tokens_to(own, shape) <= OWN_COST * _tokens_to(best, shape)
                 return own if is_as_good else best
         return best
@@ -190,10 +190,7 @@ class PrefillCandidates:
             return
         for name in self._changed:
             account = self.accounts.get(name)
-            if account is not None and account.report.is_others:
-                self._others[name] = None
-            else:
-                self._others.pop(name, None)
+            put_or_drop(self._others, name, account is not None and account.report.is_others)
             if account is None or account.report.draining:
                 self._by_load.drop(name)
                 self._both_by_load.drop(name)

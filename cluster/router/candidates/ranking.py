@@ -10,6 +10,14 @@ from collections.abc import Collection
 from itertools import islice
 
 
+def put_or_drop(names: dict[str, None], name: str, is_one: bool) -> None:
+    """Whether the name is one of these."""
+    if is_one:
+        names[name] = None
+    else:
+        names.pop(name, None)
+
+
 class Ranking:
     def __init__(self) -> None:
         self.keys: list[tuple[int, str]] = []  # ascending; whoever reads it changes nothing meanwhile
