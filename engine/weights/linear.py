@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.adapters.products import Site, is_linear, site_of
+from engine.kernels.build import cpu_flags
 from engine.weights import int8, panels
 
 MIN_ROWS = 2
@@ -176,7 +177,7 @@ def is_uneven(dtype: torch.dtype) -> bool:
 @cache
 def _is_uneven(dtype: torch.dtype, threads: int) -> bool:
     if dtype == torch.bfloat16:
-        return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+        return "amx_bf16" in cpu_flags().split()
     x_TN = torch.randn(4 * STRIP_ROWS, VECTOR, generator=torch.Generator().manual_seed(0)).to(dtype)
     wanted = _linear(x_TN, x_TN, None, "none", [], "")
     return any(
