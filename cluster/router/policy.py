@@ -342,7 +342,7 @@ class RouterPolicy:
     def next_turn(self) -> str | None:
         """A request that its decode worker has held, and computes from now on: tell it to begin. None: nobody's turn
         has come."""
-        request_id = self.health.isolation.next_turn()
+        request_id = self.health.next_turn()
         if request_id is not None:
             request = self._requests[request_id]
             request.is_held = False

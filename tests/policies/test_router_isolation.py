@@ -157,3 +157,38 @@ def test_who_killed_a_worker_that_computed_several_doubtful_ones_is_found_out_by
     assert policy.next_turn() is None
     assert policy.on_decoded(first, FORGIVEN_AFTER_TOKENS)
     assert policy.next_turn() == second
+
+
+def test_no_trial_begins_at_a_worker_that_says_nothing_so_that_a_cut_network_convicts_nobody() -> None:
+    policy = cluster("p0", "d0", "d1")
+    assigned(policy.assign(shape("r"), 0.0))
+    policy.on_first_token("r", 0.0)
+    policy.on_silent("d0", 1.0)
+    policy.on_silent("d1", 1.0)
+    (retry,) = lose(policy, "d0")
+    hand_over(policy, retry)
+    assert policy.next_turn() is None
+    (retry,) = lose(policy, "d1")
+    assert isinstance(retry, Resend)
+    assert len(retry.past.deaths) == 1
+    bring_up(policy, "d2")
+    held = hand_over(policy, retry)
+    policy.on_silent("d2", 1.0)
+    assert policy.next_turn() is None
+    policy.on_heard("d2")
+    assert policy.next_turn() == held
+
+
+def test_what_a_prefill_worker_may_have_died_of_waits_while_the_others_say_nothing() -> None:
+    policy = cluster("p0", "p1", "d0")
+    sent = assigned(policy.assign(shape("r"), 0.0))
+    assert sent.prefill == "p0"
+    policy.on_silent("p0", 1.0)
+    policy.on_silent("p1", 1.0)
+    (retry,) = lose(policy, "p0")
+    assert again(policy, retry) is None
+    assert policy.next_assignable(0.0) is None
+    policy.on_heard("p1")
+    tried = policy.next_assignable(0.0)
+    assert tried is not None
+    assert tried.prefill == "p1"

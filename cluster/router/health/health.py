@@ -118,6 +118,10 @@ class Health:
         for pairs in self._pairs.values():
             pairs.end_trial(request.shape.id)
 
+    def next_turn(self) -> str | None:
+        """Who of those that decode workers hold is tried from now on; None: nobody's turn has come."""
+        return self.isolation.next_turn(self._silent)
+
     # whom to shun
 
     def doubt(self, worker: str) -> str:
@@ -153,6 +157,9 @@ class Health:
         shunned: dict[str, Grade] = dict.fromkeys(past.avoid, AVOIDED)
         for name in (*self._silent, *self._slow, *self._late):
             shun(shunned, name, DOUBTED)
+        if past.died_in == phase == PREFILL:  # were it lost, that would count as died of this request
+            for name in self._silent:
+                shun(shunned, name, BARRED)
         _shun_broken(shunned, self.steps, now)
         if phase == DECODE and (pairs := self._pairs.get(prefill)) is not None:
             _shun_broken(shunned, pairs, now)

@@ -9,7 +9,7 @@ the next death says whose fault it is and nobody else is blamed twice. It decide
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from cluster.router.accounts import RoutedRequest
 
@@ -40,10 +40,11 @@ class Isolation:
         """A decode worker has its KV, and holds it. Told again, it keeps its place."""
         self._lines.setdefault(worker, {})[request_id] = None
 
-    def next_turn(self) -> str | None:
-        """Who is tried from now on, at a decode worker that tried nobody."""
+    def next_turn(self, silent: Container[str]) -> str | None:
+        """Who is tried from now on, at a decode worker that tried nobody, and that is heard: the death of one that was
+        silent before says nothing."""
         for worker, line in self._lines.items():
-            if worker not in self._tried[DECODE]:
+            if worker not in self._tried[DECODE] and worker not in silent:
                 request_id = self._tried[DECODE][worker] = next(iter(line))
                 self.leave(worker, request_id)
                 return request_id
