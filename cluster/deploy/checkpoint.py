@@ -2,6 +2,7 @@
 the actor's id, which stays the same over its restarts and is never given to another actor.
 
 No secret goes there. A store that does not answer costs the next controller some knowledge, never this one its work.
+Where Ray has put another controller in the place of one that lives on, cut off, the store is the later one's.
 """
 
 from __future__ import annotations
@@ -31,16 +32,26 @@ class Checkpoint:
         text = internal_kv._internal_kv_get(self._key, namespace=NAMESPACE)
         return dict(json.loads(text)) if text else None
 
+    async def epoch(self) -> int | None:
+        """Of the last controller that saved; None: the store does not answer."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                saved = await asyncio.to_thread(self.load)
+        except Exception:  # whatever Ray's client raises
+            return None
+        return 0 if saved is None else int(saved["epoch"])
+
     async def save(self, newest: Callable[[], dict[str, Any]]) -> None:
         try:
             async with asyncio.timeout(TIMEOUT_S), self._lock:
-                await asyncio.to_thread(_put, self._key, json.dumps(newest()).encode())
+                await asyncio.to_thread(self._put, newest())
         except Exception as error:  # whatever Ray's client raises: the cluster serves on
             log.warning("what is known of the cluster was not kept: %s", " ".join(str(error).split()))
 
     def forget(self) -> None:
         internal_kv._internal_kv_del(self._key, namespace=NAMESPACE)
 
-
-def _put(key: bytes, value: bytes) -> None:
-    internal_kv._internal_kv_put(key, value, namespace=NAMESPACE)
+    def _put(self, newest: dict[str, Any]) -> None:
+        saved = self.load()
+        if saved is None or saved["epoch"] <= newest["epoch"]:
+            internal_kv._internal_kv_put(self._key, json.dumps(newest).encode(), namespace=NAMESPACE)

@@ -367,8 +367,21 @@ class Controller:
         return False
 
     async def _replace_if_hung(self, name: str) -> None:
-        if reason := self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s()):
+        reason = self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s())
+        if reason and await self._is_in_charge(name, reason):
             await self._replace(name, reason)
+
+    async def _is_in_charge(self, name: str, reason: str) -> bool:
+        """Not while Ray itself does not answer, which keeps an order to kill and carries it out once it can, be all
+        well by then. Ends this process where Ray has put another in its place."""
+        epoch = await self._checkpoint.epoch()
+        if epoch is None:
+            logger.warning("not killing %s, for Ray does not answer either: %s", name, reason)
+            return False
+        if epoch > self._roster.version.epoch:
+            logger.warning("another controller has taken over")
+            os._exit(BROKEN_EXIT_CODE)
+        return True
 
     async def _probe(self, name: str, handle: Any) -> None:
         """Raises TimeoutError when nothing is said, neither by the process nor by Ray, and what Ray raises."""

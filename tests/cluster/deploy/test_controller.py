@@ -16,6 +16,7 @@ from cluster.deploy import controller as controllers
 from cluster.deploy.changes import changes
 from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.controller import Controller
+from cluster.deploy.liveness import Liveness
 from cluster.deploy.roster import Roster
 from cluster.router.takers import RouterStanding
 from cluster.spec.load import parse_spec
@@ -26,6 +27,11 @@ pytestmark = pytest.mark.unit
 
 
 class Checkpoint:
+    saved_epoch: int | None = 1
+
+    async def epoch(self) -> int | None:
+        return self.saved_epoch
+
     async def save(self, _: object) -> None: ...
 
 
@@ -291,6 +297,31 @@ async def test_a_name_is_given_again_when_ray_knows_no_such_actor(
         await asyncio.gather(*both)
         assert len(kills) == 2
         await until(lambda: created == ["decode-0", "decode-1"])
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_who_hangs_is_killed_once_ray_answers_and_not_by_a_controller_that_was_replaced(
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch, is_replaced: bool
+) -> None:
+    """One that was cut off from all would kill them when it no longer is: Ray keeps what it cannot do yet."""
+    checkpoint, killed, ended = Checkpoint(), list[str](), list[int]()
+    checkpoint.saved_epoch = None
+    monkeypatch.setattr(controllers, "_restored", lambda: (checkpoint, None))
+    monkeypatch.setattr("ray.kill", lambda handle, no_restart: killed.append(handle.event["name"]))
+
+    def end(code: int) -> None:
+        ended.append(code)
+        raise ProcessLookupError
+
+    monkeypatch.setattr("os._exit", end)
+    async with running() as controller:
+        controller._liveness = Liveness(timeout_s=0.05, load_timeout_s=60.0)  # members' loops do not turn
+        await until(lambda: members["router-0"].told)
+        await asyncio.sleep(0.2)
+        assert not killed
+        checkpoint.saved_epoch = controller._roster.version.epoch + is_replaced
+        await until(lambda: "router-0" in killed or ended)
+        assert bool(killed) != is_replaced
 
 
 class RouterMember(Member):
