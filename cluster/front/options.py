@@ -73,7 +73,11 @@ class FrontOptions:
     )
     max_watches: int = knob(1000, "of health; more are refused with RESOURCE_EXHAUSTED", unit="streams", ge=1)
     max_connections: int = knob(
-        4096, "that clients hold; more are closed at once", unit="connections", ge=1, fixed=BY_GRPC
+        4096,
+        "that clients hold, of gRPC and of HTTP each, and half of `ulimit -n` at most; more are closed at once",
+        unit="connections",
+        ge=1,
+        fixed=BY_GRPC,
     )
     max_streams: int = knob(
         1024,

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import resource
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -32,12 +34,19 @@ HEALTH = f"/{health.SERVICE_NAME}/"  # answers however many calls there are
 JITTER = 0.5  # of a retry's wait is added at random, so that who was refused at once does not come back at once
 
 
+def half_of_files() -> int:
+    """Of those that this process may have open: as many are each door's connections at most, so that the other door,
+    links to workers and files have theirs."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
+
+
 def grpc_options(options: FrontOptions) -> list[tuple[str, int]]:
     """What gRPC itself holds clients to."""
     return [
         ("grpc.max_receive_message_length", options.max_message_bytes),
         ("grpc.max_concurrent_streams", options.max_streams),
-        ("grpc.max_allowed_incoming_connections", options.max_connections),
+        ("grpc.max_allowed_incoming_connections", min(options.max_connections, half_of_files())),
         ("grpc.max_connection_idle_ms", round(options.max_idle_s * 1000)),
         ("grpc.keepalive_time_ms", round(options.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(PING_TIMEOUT_S * 1000)),

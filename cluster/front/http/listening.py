@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
+import math
 import socket
 import ssl
+import time
 from functools import partial
 from typing import Any
 
@@ -17,14 +20,18 @@ from starlette.types import ASGIApp
 from uvicorn import Config, Server
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from cluster.front.bounds.limits import half_of_files
 from cluster.front.http.errors import body_of
 from worker.wire.credentials import FollowedTls
 from worker.wire.tls import TlsFiles
+
+log = logging.getLogger(__name__)
 
 HEADERS_S = 10.0  # that a request's headers may take to come, and a connection to bring its first
 MAX_HEADER_BYTES = 64 * 1024
 KEEP_ALIVE_S = 75.0  # longer than most clients and load balancers keep an idle connection: they close it, and know
 STOP_S = 1.0  # for the last bytes
+TELL_S = 60.0  # between two lines of a process that has too many files open
 _WHY_TOO_LARGE = body_of(f"the headers are larger than {MAX_HEADER_BYTES} bytes", "invalid_request_error")
 _TOO_LARGE = json.dumps(_WHY_TOO_LARGE).encode()
 HEADERS_TOO_LARGE = (
@@ -191,6 +198,34 @@ async def _send_unchunked(cycle: RequestResponseCycle, message: Any) -> None:
     await RequestResponseCycle.send(cycle, message)
 
 
+class _Door(socket.socket):
+    """What comes while half of the process's files are open is closed at once. Where others have opened all, asyncio,
+    which would try it for as many as may wait and tell of each, is told once, and asks again a second later."""
+
+    _is_short = False
+    _told_s = -math.inf
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._is_short:
+            self._is_short = False
+            raise BlockingIOError
+        try:
+            connection, address = super().accept()
+        except OSError as error:
+            self._is_short = error.errno in (errno.EMFILE, errno.ENFILE)
+            raise
+        if connection.fileno() < (most := half_of_files()):
+            return connection, address
+        connection.close()
+        self._tell(most)
+        raise ConnectionAbortedError
+
+    def _tell(self, most: int) -> None:
+        if (now_s := time.monotonic()) >= self._told_s + TELL_S:
+            self._told_s = now_s
+            log.warning("HTTP connections are closed at once: %d files are open, half of what ulimit -n allows", most)
+
+
 class HttpListener:
     def __init__(self, app: ASGIApp, *, max_connections: int, max_stall_s: float, tls: TlsFiles | None) -> None:
         """Raises TlsError."""
@@ -219,7 +254,7 @@ class HttpListener:
     async def start(self, host: str, port: int) -> int:
         """Returns the port. Raises OSError when it is taken."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on no other
+        listener = _Door(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY on no other
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
