@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import mean
 
 from kvrelay.client.client import Client
-from kvrelay.client.types import ClusterStatus, KvrelayError
+from kvrelay.client.types import ClusterStatus, KvrelayError, WorkerState
 from kvrelay.replan.journal import Change
 from placement.replan.arrangements import Move, Scale
 from placement.replan.policy import Prices
@@ -25,6 +25,10 @@ START_TIMEOUT_S = 900.0  # likewise; CHANGE_TIMEOUT_S where there is no place fo
 PAUSE_S = 1800.0  # for which what has failed is not tried again, nor what was taken back
 POLL_S = 0.2
 SERVING = ("ready", "suspect")
+
+
+class Lost(Exception):
+    """The worker, while it changed: whoever comes back has the role of the spec."""
 
 
 class Carrier:
@@ -76,22 +80,27 @@ class Carrier:
 
     def _set_role(self, change: Change) -> Change:
         client, status = self._client, self._client.status()
-        before = {each.name: each.role for each in status.workers}.get(change.worker)
+        before = next((each for each in status.workers if each.name == change.worker), None)
         timeout_s = CHANGE_TIMEOUT_S
         if change.force:  # new requests wait for it, and so long at most
             timeout_s = min(timeout_s, float(status.limits.get("unavailable_grace_s", "inf")) / 2)
             if timeout_s < LEAST_WAIT_S:
                 return replace(change, failure=f"new requests would wait, and may for {2 * timeout_s:g} s only")
         client.set_role(change.worker, change.role, change.chunk_tokens, force=change.force)
-        done = _until(
-            change,
-            lambda: _has_role(client.status(), change),
-            lambda: client.drain(change.worker, undo=True),
-            timeout_s,
-        )
+
+        def is_so() -> bool:
+            now = client.status()
+            if not (is_done := _has_role(now, change)) and before is not None and _has_been_lost(before, now):
+                raise Lost
+            return is_done
+
+        try:
+            done = _until(change, is_so, lambda: client.drain(change.worker, undo=True), timeout_s)
+        except Lost:
+            return replace(change, failure=f"{change.worker} was lost meanwhile; it comes back as the spec has it")
         if done.failure:
             return replace(done, failure=f"it was not so after {timeout_s:g} s, and stays as it is")
-        if before != change.role:
+        if before is None or before.role != change.role:
             self._changes_s.append(done.seconds)
         return done
 
@@ -148,6 +157,11 @@ def _until(
             with contextlib.suppress(KvrelayError):
                 take_back()
     return replace(change, seconds=round(time.monotonic() - began_s, 2))
+
+
+def _has_been_lost(before: WorkerState, status: ClusterStatus) -> bool:
+    """Since then: to a router that was started again since it has not."""
+    return any(each.name == before.name and each.losses > before.losses for each in status.workers)
 
 
 def _has_role(status: ClusterStatus, change: Change) -> bool:

@@ -283,6 +283,22 @@ def test_what_is_refused_or_hangs_is_given_up(tmp_path: Path, monkeypatch: pytes
     assert cluster.asked[-1] == ("decode-1", "undo")
 
 
+def test_a_worker_that_is_lost_while_it_changes_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back as the spec has it, and would be waited for in vain."""
+    cluster = FakeCluster()
+    cluster.obeys = False
+
+    def set_role(name: str, *_: object, **__: object) -> None:
+        cluster.workers = [replace(w, losses=w.losses + (w.name == name)) for w in cluster.workers]
+
+    monkeypatch.setattr(cluster, "set_role", set_role)
+    (change,) = made(cluster, tmp_path)[0].look().changes
+    assert change.failure == "decode-1 was lost meanwhile; it comes back as the spec has it"
+    assert cluster.asked == [("decode-1", "undo")]
+
+
 def watched(cluster: FakeCluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     monkeypatch.setattr(watching, "Client", lambda endpoint: nullcontext(cluster))
