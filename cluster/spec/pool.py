@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard
 
 from pydantic import BeforeValidator, field_validator
 
@@ -23,6 +23,7 @@ NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 # Between processes, and of which memory; loopback is for tests within one.
 TRANSPORTS = {"cuda_ipc": ("cuda",), "shared_memory": ("cpu",), "tcp": ("cpu",), "process_group": ("cpu", "cuda")}
 ANOTHER_MODEL = "requests that run could not move from one model to another"
+MOST_THREADS = 1024  # more than cores anywhere
 GPU_ONLY = ("gpu_memory_utilization", "cuda_graphs")
 
 
@@ -38,7 +39,7 @@ def parse_size(value: object) -> object:
     return int(float(number) * base ** " KMGT".index(prefix.upper() or " "))
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and value >= 1
 
 
@@ -152,8 +153,8 @@ class PoolSpec(Spec):
     @field_validator("threads", mode="before")
     @classmethod
     def _some_threads(cls, value: object) -> object:
-        if value != "auto" and not _is_count(value):
-            raise ValueError("give auto or a whole number of 1 or more")
+        if value != "auto" and not (_is_count(value) and value <= MOST_THREADS):
+            raise ValueError(f"give auto or a whole number from 1 to {MOST_THREADS}")
         return value
 
     @field_validator("cpus", mode="before")

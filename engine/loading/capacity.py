@@ -37,7 +37,7 @@ def num_pages(options: EngineOptions, page_bytes: int, default_kv_bytes: Callabl
         return options.num_pages
     kv_bytes = options.kv_bytes if options.kv_bytes is not None else default_kv_bytes()
     if kv_bytes < page_bytes:
-        raise ValueError(f"kv_bytes is {kv_bytes}, less than one page; give at least {page_bytes}")
+        raise ValueError(f"kv_memory is {kv_bytes} bytes, less than one page; give at least {page_bytes}")
     return kv_bytes // page_bytes
 
 
@@ -53,7 +53,7 @@ def kv_budget(*, total_bytes: int, used_bytes: int, peak_bytes: int, utilization
         raise ValueError(
             f"gpu_memory_utilization is {utilization:g}: of the GPU's {total:.1f} GiB nothing is left for KV pages "
             f"beside {used:.1f} GiB in use and {peak:.1f} GiB that a step needs; give a larger share, a smaller model, "
-            "or kv_bytes"
+            "or kv_memory"
         )
     return budget
 

@@ -86,8 +86,8 @@ def check_free(num_bytes: int) -> None:
 
 def _too_much(num_bytes: int, free: FreeMemory) -> str:
     return (
-        f"kv_bytes is {num_bytes} ({num_bytes / GIB:.1f} GiB of KV pages), but {free.num_bytes / GIB:.1f} GiB are free "
-        f"{free.where}; give a smaller kv_memory, or fewer workers"
+        f"kv_memory is {num_bytes} bytes ({num_bytes / GIB:.1f} GiB of KV pages), but {free.num_bytes / GIB:.1f} GiB "
+        f"are free {free.where}; give a smaller kv_memory, or fewer workers"
     )
 
 

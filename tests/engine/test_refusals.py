@@ -225,7 +225,7 @@ def test_an_architecture_that_transformers_does_not_know(llama: str, tmp_path: P
         ({"dtype": "int3"}, "dtype is 'int3'; give one of auto, float32, bfloat16"),
         ({"max_model_len": 257}, "max_model_len is 257, but the model has 256 positions"),
         ({"max_model_len": 0}, "max_model_len is 0"),
-        ({"num_pages": None, "kv_bytes": 100}, "kv_bytes is 100, less than one page"),
+        ({"num_pages": None, "kv_bytes": 100}, "kv_memory is 100 bytes, less than one page"),
         ({"kv_bytes": 1 << 20}, "give one of the two"),
         ({"page_size": 0}, "page_size is 0"),
         ({"attention": "magic"}, "attention is 'magic'"),

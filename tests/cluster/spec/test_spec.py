@@ -94,7 +94,11 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
             spec_data(pools=pools({"kv_memory": 0})),
             "pools[0].kv_memory is 0; give auto, or a size such as 512MiB or 2GiB",
         ),
-        (spec_data(pools=pools({"threads": 0})), "pools[0].threads is 0; give auto or a whole number of 1 or more"),
+        (spec_data(pools=pools({"threads": 0})), "pools[0].threads is 0; give auto or a whole number from 1 to 1024"),
+        (
+            spec_data(pools=pools({"threads": 9999})),
+            "pools[0].threads is 9999; give auto or a whole number from 1 to 1024",
+        ),
         (
             spec_data(pools=pools(decode={"tensor_parallel": 0})),
             "pools[1].tensor_parallel is 0; give a whole number of 1 or more",

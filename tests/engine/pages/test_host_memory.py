@@ -92,13 +92,13 @@ def test_what_somebody_else_took_meanwhile_is_told(
     file = HostFile(2 << 20)
     file.wait()
     file.close()
-    assert "kv_bytes is 2097152" in caplog.text
+    assert "kv_memory is 2097152 bytes" in caplog.text
     assert "give a smaller kv_memory" in caplog.text
 
 
 def test_what_is_not_free_is_refused_by_name_with_what_is() -> None:
     with pytest.raises(
-        ValueError, match=r"kv_bytes is 1125899906842624 \(1048576\.0 GiB.*\), but \d+\.\d GiB are free"
+        ValueError, match=r"kv_memory is 1125899906842624 bytes \(1048576\.0 GiB.*\), but \d+\.\d GiB are free"
     ):
         HostFile(1 << 50)
 
