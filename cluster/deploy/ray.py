@@ -11,12 +11,13 @@ import io
 import logging
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+from worker.wire.knock import knock
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 5.0
@@ -61,12 +62,12 @@ def join_ray(address: str, name: str) -> None:
 
 
 def _knock(address: str) -> None:
-    """Ray itself tries for minutes, and talks meanwhile, where nothing listens. Raises DeployError."""
+    """Ray itself tries for minutes, and talks meanwhile, where nobody answers. Raises DeployError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         return  # auto, and whatever else Ray may know
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        knock(host, int(port), CONNECT_TIMEOUT_S)
     except (OSError, OverflowError) as error:
         why = (getattr(error, "strerror", None) or str(error)).lower()
         raise DeployError(f"no Ray answers at --address {address}: {why}; start one with `ray start --head`") from None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -20,7 +19,6 @@ from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, CliError, report
 
 PROGRAM = "kvrelay"
 KNOCK_TIMEOUT_S = 1.0
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5)  # and settings, none of them
 
 app = typer.Typer(
     name=PROGRAM,
@@ -167,13 +165,11 @@ def _find_endpoint(arguments: list[str]) -> None:
 
 
 def _answers(endpoint: str) -> bool:
-    """The kernel takes connections for a process that hangs, too: who lives says something to a client of HTTP/2, be it
-    that TLS is wanted."""
+    from worker.wire.knock import knock
+
     host, _, port = endpoint.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S) as knocking:
-            knocking.sendall(HTTP2_PREFACE)
-            knocking.recv(1)
+        knock(host, int(port), KNOCK_TIMEOUT_S)
     except OSError:
         return False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -10,7 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.deploy.ray import ends_within, initialized_ray, shut_down, why_full
+from cluster.deploy import ray as rays
+from cluster.deploy.ray import DeployError, ends_within, initialized_ray, join_ray, shut_down, why_full
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +35,14 @@ def test_what_fails_did_not_end_well() -> None:
 
     assert not ends_within(fail, 5.0)
     assert ends_within(lambda: None, 5.0)
+
+
+def test_a_ray_that_takes_connections_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GCS is stopped, say: Ray's own client would try for more than a minute."""
+    monkeypatch.setattr(rays, "CONNECT_TIMEOUT_S", 0.1)
+    why = r"no Ray answers at --address 127\.0\.0\.1:\d+: timed out; start one with"
+    with socket.create_server(("127.0.0.1", 0)) as hanging, pytest.raises(DeployError, match=why):
+        join_ray(f"127.0.0.1:{hanging.getsockname()[1]}", "chat")
 
 
 @pytest.mark.parametrize(
