@@ -41,7 +41,8 @@ def launch_controller(running: RunningSpec, log_dir: str, *, loopback: bool) -> 
 
     from cluster.deploy.controller import Controller
 
-    actor = ray.remote(Controller).options(**_always(CONTROLLER), num_cpus=0, max_concurrency=1000)
+    options = _always(CONTROLLER) | {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": _here()}
+    actor = ray.remote(Controller).options(**options)
     launch = partial(launch_worker, running.resolved, log_dir, loopback=loopback)
     return actor.remote(running, log_dir=log_dir, launch=launch)
 
@@ -124,17 +125,23 @@ def _actor_class(role: str) -> type[Any]:
 
 def _launch_router(spec: ClusterSpec, index: int, membership: Membership, cluster_id: str) -> None:
     import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from cluster.deploy.router_actor import RouterActor
 
     options = _always(f"router-{index}") | {"num_cpus": 0, "max_concurrency": 4}
     if spec.router.resources:
         options["resources"] = dict(spec.router.resources)
-    else:  # where `up` runs, so that the endpoint is where one looks for it
-        node_id = ray.get_runtime_context().get_node_id()
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=True)
+    else:  # so that the endpoint is where one looks for it
+        options["scheduling_strategy"] = _here()
     ray.remote(RouterActor).options(**options).remote(spec, index, membership, cluster_id)
+
+
+def _here() -> Any:
+    """Where `up` runs, Ray's head as a rule: hosts that are lost, or cut off from it, take nothing else with them."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
 
 
 def end_actors(controller: Any | None, timeout_s: float = STOP_TIMEOUT_S) -> None:
