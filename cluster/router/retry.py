@@ -19,7 +19,8 @@ from cluster.router.decisions import GiveUp, Resend, Retry
 BACKOFF_S = (0.0, 0.1, 0.4)  # after the first failure of a request, the second, every later one
 MAX_DEATHS = 2  # of workers that computed a request; no third is asked
 MAX_LOSSES = 32  # of workers that it was with, computed or not, or that had no room: nothing goes on for ever
-ROOM_AFTER_S = 0.1
+ROOM_AFTER_S = 0.1  # so much longer each time, or all losses were spent while a worker that says nothing is waited for
+MOST_ROOM_AFTER_S = 1.0
 FORGIVEN_AFTER_TOKENS = 64  # made by one worker: it did not die of the request, nor will those to come
 
 
@@ -43,7 +44,7 @@ def retry_for_room(request_id: str, past: Past, reason: str, avoid: frozenset[st
     """A worker had no pages for too long, is about to stop, or is suspect: nobody's fault, and there may be room
     elsewhere."""
     past = replace(past, avoid=avoid, losses=past.losses + 1)
-    return _unless_lost_too_often(request_id, past, reason, ROOM_AFTER_S)
+    return _unless_lost_too_often(request_id, past, reason, min(past.losses * ROOM_AFTER_S, MOST_ROOM_AFTER_S))
 
 
 def retry_preempted(request_id: str, past: Past, reason: str) -> Resend:

@@ -15,7 +15,7 @@ from cluster.router.decisions import Assigned, GiveUp, Queued, Resend, Retry
 from cluster.router.health.circuits import MAX_OPEN_S, Circuits
 from cluster.router.options import RouterOptions
 from cluster.router.policy import RouterPolicy
-from cluster.router.retry import FORGIVEN_AFTER_TOKENS
+from cluster.router.retry import FORGIVEN_AFTER_TOKENS, MAX_LOSSES
 from tests.policies.test_router_policy import PAGE, assigned, assigned_id, cluster, shape
 
 pytestmark = pytest.mark.unit
@@ -170,13 +170,16 @@ def test_handoffs_to_a_suspect_worker_cost_no_attempt() -> None:
     """All of a kind stopped for some seconds: what cannot be handed over meanwhile is not given up before they are."""
     policy = cluster("p0", "d0", options=RouterOptions(max_attempts=4))
     policy.on_silent("d0", 2.1)
-    request = shape("a")
-    for _ in range(10):
+    request, waits_s = shape("a"), list[float]()
+    for _ in range(MAX_LOSSES - 1):
         assigned(policy.assign(request, 0.0, is_resent=True))
         retry = policy.on_failed(request.id, "it did not answer", 0.0, worker="p0", cause="peer", peer="d0")
         assert isinstance(retry, Resend)
-        assert (retry.past.failures, retry.after_s) == (0, 0.1)
+        assert retry.past.failures == 0
+        waits_s.append(round(retry.after_s, 3))
         request = resent(retry)
+    assert (waits_s[:3], max(waits_s)) == ([0.1, 0.2, 0.3], 1.0)
+    assert sum(waits_s) > 2 * policy.options.lost_after_s
     assert not policy.health.pairs("p0")
 
 
