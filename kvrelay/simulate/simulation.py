@@ -126,7 +126,7 @@ def simulate_spec(
     spec = mixed_spec(spec) if sweep.colocated else spec
     system = LiveSystem(sim_cluster(spec, source))
     error = latency_error(spec, source)
-    notes = [*_notes(spec, source), *_beyond_positions(source, traffic, sweep)]
+    notes = [*_notes(spec, source), *_beyond_positions(spec, source, traffic, sweep)]
     loads = [(rate, loop) for rate in _rates(sweep, traffic) for loop in sweep.loops or (None,)]
     total, done = len(loads) * len(sweep.seeds), 0
     points, counters, counted = [], [], []
@@ -153,12 +153,13 @@ def simulate_spec(
     )
 
 
-def _beyond_positions(source: WorkerSource, traffic: Traffic, sweep: Sweep) -> list[str]:
-    """Raises WorkloadError."""
+def _beyond_positions(spec: ClusterSpec, source: WorkerSource, traffic: Traffic, sweep: Sweep) -> list[str]:
+    """More than the model's own are those to which a spec has its RoPE stretched. Raises WorkloadError."""
     if source.shape is None:
         return []
     shape, slack = source.shape, 1 - sweep.slo.attainment
-    told = beyond_positions(traffic.source, shape.name, shape.max_positions, slack)
+    positions = max(shape.max_positions, spec.max_model_len or 0)
+    told = beyond_positions(traffic.source, shape.name, positions, slack)
     return [f"{told}; here they are served"] if told else []
 
 

@@ -77,7 +77,7 @@ class _ShapeReader:
             num_layers=layers,
             hidden=hidden,
             heads=heads,
-            max_positions=self._max_positions(),
+            max_positions=self.keys.number("positions", 0),
             mlp_width=self.keys.number("intermediate", 0),
             expert_width=self.keys.number("moe_intermediate_size", 0),
             shared_experts=self._shared_experts,
@@ -92,13 +92,6 @@ class _ShapeReader:
             **_merged(attention, self._mlp(hidden, layers), {"other_layer_params": self._norms(hidden)}),
             **outer,
         )
-
-    def _max_positions(self) -> int:
-        """The longest request that a worker takes, which dynamic RoPE stretches (engine/weights/config.py)."""
-        config, name = self.keys.config, self.keys.name
-        rope = section(config, "rope_parameters", name) or section(config, "rope_scaling", name)
-        factor = rope.get("factor") if "dynamic" in (rope.get("rope_type"), rope.get("type")) else None
-        return int(self.keys.number("positions", 0) * (factor if isinstance(factor, int | float) else 1))
 
     def _heads(self, hidden: int, heads: int) -> dict[str, Any]:
         """Multi-head, grouped or multi-query attention."""

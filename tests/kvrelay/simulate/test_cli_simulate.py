@@ -102,6 +102,9 @@ def test_requests_that_the_model_has_no_positions_for(spec: str, tmp_path: Path)
     assert refused.exit_code == 2
     assert "give prompts of 4,088 tokens at most" in refused.stderr
     assert run(spec, *load, "--num-requests", "50", "--max-input-len", "4088").exit_code == 0
+    stretched = tmp_path / "stretched.yaml"
+    stretched.write_text(f"max_model_len: 8192\n{Path(spec).read_text()}")
+    assert run(str(stretched), *load, "--num-requests", "50", "--attainment", "0.95").exit_code == 0
 
 
 def test_one_seed_gives_one_answer_and_another_seed_another(spec: str) -> None:
