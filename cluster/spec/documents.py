@@ -1,4 +1,5 @@
-"""Reads YAML as people mean it: no key twice in one place, of which YAML would take the last and say nothing."""
+"""Reads YAML as people mean it: no key twice in one place, of which YAML would take the last and say nothing; 1:30 is
+text, as in YAML 1.2, and not 90."""
 
 from __future__ import annotations
 
@@ -14,6 +15,13 @@ class RepeatedKey(yaml.MarkedYAMLError):
         self.key, self.line = key, mark.line + 1
 
 
+class Loader(yaml.SafeLoader):
+    def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> Any:
+        tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]
+        is_base_60 = kind is yaml.ScalarNode and ":" in value and tag.endswith((":int", ":float"))
+        return self.DEFAULT_SCALAR_TAG if is_base_60 else tag
+
+
 def mistake_of(error: yaml.YAMLError) -> str:
     """The line, and what is wrong there."""
     mark = getattr(error, "problem_mark", None)
@@ -23,7 +31,7 @@ def mistake_of(error: yaml.YAMLError) -> str:
 
 def document(text: str) -> Any:
     """None: it is empty. Raises yaml.YAMLError."""
-    loader = yaml.SafeLoader(text)
+    loader = Loader(text)
     node = node_of(loader)
     return None if node is None else constructed(loader, node)
 

@@ -8,10 +8,10 @@ spec.transfer.options(TransferOptions)     the object that the part itself takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, create_model, field_validator
 
 from engine.knobs import knobs_of
 
@@ -25,6 +25,14 @@ class Spec(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
     changes: ClassVar[Literal["now", "rolling"]]  # while the cluster runs: a part's keys that say nothing else
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would take YAML's `yes` for 1."""
+        if isinstance(value, bool) and _is_number(cls.model_fields[info.field_name or ""].annotation):
+            raise ValueError("give a number")
+        return value
+
     def knobs(self, kind: type) -> dict[str, Any]:
         """The knobs of an options class that this part has, by name, with their values."""
         return {name: getattr(self, name) for name in knobs_of(kind) if name in type(self).model_fields}
@@ -32,6 +40,18 @@ class Spec(BaseModel):
     def options(self, kind: type[T]) -> T:
         """The options object of this part's values."""
         return kind(**self.knobs(kind))
+
+
+def _is_number(annotation: Any) -> bool:
+    kinds = list(_kinds(annotation))
+    return bool not in kinds and (int in kinds or float in kinds)
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Of X | None and what else is made of others, those too."""
+    yield annotation
+    for inner in get_args(annotation):
+        yield from _kinds(inner)
 
 
 class Change(NamedTuple):

@@ -45,10 +45,10 @@ def read_spec(path: str | Path, environ: Mapping[str, str] = os.environ) -> tupl
 def _read(path: str | Path, environ: Mapping[str, str]) -> tuple[object, dict[str, str]]:
     import yaml  # not at the top: policies and the simulator import this module without it
 
-    from cluster.spec.documents import RepeatedKey, constructed, mistake_of, node_of
+    from cluster.spec.documents import Loader, RepeatedKey, constructed, mistake_of, node_of
 
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        loader = Loader(Path(path).read_text(encoding="utf-8"))
         node = node_of(loader)
         if node is None:
             return None, {}

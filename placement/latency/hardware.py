@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cluster.spec.documents import document, mistake_of
 from cluster.spec.errors import sentences_of, show
+from cluster.spec.knobs import Spec
 from placement.catalogs.base import MachineCost, PlanError
 from placement.named_files import named_file, names_of
 
@@ -27,25 +28,21 @@ Above0 = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
-
-
-class Sourced(_File):
+class Sourced(Spec):
     """A share of a ceiling, and who found it."""
 
     value: Share
     source: str = Field(min_length=1)
 
 
-class Cost(_File):
+class Cost(Spec):
     """Seconds, and who found them."""
 
     value: float = Field(ge=0, le=10)
     source: str = Field(min_length=1)
 
 
-class Half(_File):
+class Half(Spec):
     """The size at which a share of a ceiling is half of what a large one reaches, and who found it."""
 
     value: float = Field(ge=0)
@@ -56,7 +53,7 @@ NO_SIZE = Half(value=0.0, source="not known: the same share at every size")
 NO_COST = Cost(value=0.0, source="not known: in step_s")
 
 
-class Error(_File):
+class Error(Spec):
     """Nine times in ten a latency is within this share of the truth. `value`: of a model that no figure was fitted to.
     `one_gpu`: likewise, with neither TP nor PP. `fitted`: of `models`, to which figures were fitted, by name."""
 
@@ -72,7 +69,7 @@ class Error(_File):
         return self.one_gpu if gpus == 1 and self.one_gpu is not None else self.value
 
 
-class Efficiency(_File):
+class Efficiency(Spec):
     prefill_flops: Sourced  # of flops, in the matrices of a long step; of wide ones, where half_width is given
     prefill_flops_float8: Sourced | None = None  # the same in float8; none: as in wider dtypes
     half_width: Half = NO_SIZE  # of a GPU's products: the root of its parameters a layer
@@ -85,7 +82,7 @@ class Efficiency(_File):
     overlap: Sourced  # of the shorter of arithmetic and reading weights, hidden behind the longer
 
 
-class Overhead(_File):
+class Overhead(Spec):
     step_s: Cost  # once a step and stage: sampling, gaps
     prefill_step_s: Cost = NO_COST  # once a step that reads prompts, besides
     request_s: Cost = NO_COST  # once a request for which a step draws a token
@@ -95,7 +92,7 @@ class Overhead(_File):
     cross_hop_s: Cost  # between nodes
 
 
-class PowerCap(_File):
+class PowerCap(Spec):
     """A machine held to a share of its power: by what its times grow."""
 
     power: Share
@@ -104,7 +101,7 @@ class PowerCap(_File):
     source: str = Field(min_length=1)
 
 
-class Hardware(_File):
+class Hardware(Spec):
     name: str = Field(min_length=1)
     unit: Literal["GPU", "core"] = "GPU"
     flops: dict[str, Above0]  # dense, by dtype: float32, bfloat16, float16, float8

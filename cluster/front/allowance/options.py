@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from cluster.spec.knobs import Spec
 
 OTHERS = "default"  # the account of each name that has none of its own
 
 
-class Account(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
+class Account(Spec):
     requests_per_minute: int | None = Field(
         default=None,
         ge=1,

@@ -68,6 +68,8 @@ def pools(prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None =
         (spec_data(router={"prot": 1}), "router.prot is not a known key; did you mean router.port?"),
         (spec_data(pools=pools({"thread": 1})), "pools[0].thread is not a known key; did you mean pools[0].threads?"),
         (spec_data(router={"replicas": 0}), "router.replicas is 0; give a number of 1 or more"),
+        (spec_data(pools=pools({"replicas": True})), "pools[0].replicas is True; give a number"),
+        (spec_data(max_model_len=True), "max_model_len is True; give a number"),
         (spec_data(router={"port": 70000}), "router.port is 70000; give a number of 65535 or less"),
         (spec_data(router=[]), "router is []; give keys and values, indented under it"),
         (spec_data(model=""), "model is ''; give text"),
@@ -187,6 +189,7 @@ def test_sizes_are_read_as_people_write_them(text: str | int, nbytes: int) -> No
     [
         ("model: [", "is not YAML: line"),
         ("model: a\nname: x\nmodel: b\n", "says model twice, again in line 3; keep one of them"),
+        ("model: a\nmax_model_len: 1:30\npools: [{role: mixed}]", "max_model_len is '1:30'; give a whole number"),
         ("", "the spec is None; give keys and values such as model: DIR"),
     ],
 )
@@ -591,6 +594,7 @@ def test_a_file_that_goes_on_without_end_is_told_in_a_sentence(text: str, told: 
 def test_a_value_of_no_kind_that_it_may_be_of_is_one_mistake() -> None:
     for router, told in (
         ({"http_port": "abc"}, "router.http_port is 'abc'; give a whole number or 'auto'"),
+        ({"accounts": {"a": {"weight": True}}}, "router.accounts.a.weight is True; give a number"),
         ({"accounts": {1: {"weight": 2}}}, "router.accounts[1] is 1; give text"),
         ({"accounts": {"a": {"weight": "x"}}}, "router.accounts.a.weight is 'x'; give a number"),
     ):

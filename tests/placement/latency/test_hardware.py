@@ -65,6 +65,8 @@ def test_each_file_says_where_its_figures_come_from(name: str) -> None:
         ("overhead.hop_s.value", -1e-6, "overhead.hop_s.value is -1e-06; give a number of 0.0 or more"),
         ("flops.bfloat17", 1e12, "'bfloat17' is no dtype; give some of float32"),
         ("flops", {"float8": 1e15}, "give FLOP/s for at least one of bfloat16"),
+        ("gpus_per_node", True, "gpus_per_node is True; give a number"),
+        ("efficiency.link.value", True, "efficiency.link.value is True; give a number"),
         ("gpus_per_node", 0, "gpus_per_node is 0; give a number of 1 or more"),
         ("error.value", float("nan"), "error.value is nan"),
     ],
@@ -85,10 +87,13 @@ def test_a_key_that_is_a_number_is_not_known() -> None:
 def test_what_is_no_hardware_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "torn.yaml").write_text("name: [\n")
+    h100 = (CONFIGS / "hardware" / "h100-sxm.yaml").read_text()
+    (tmp_path / "base-60.yaml").write_text(h100.replace("usd_per_gpu_hour: 2.95", "usd_per_gpu_hour: 1:30"))
     for given, sentence in (
         ("h300", "hardware is 'h300', which is no file; give one, or a name of a100-40g-sxm"),
         (tmp_path / "list.yaml", "give keys and values such as memory_bytes"),
         (tmp_path / "torn.yaml", "is not YAML: line"),
+        (tmp_path / "base-60.yaml", "usd_per_gpu_hour is '1:30'; give a number"),
     ):
         with pytest.raises(PlanError, match=sentence):
             load_hardware(given)
