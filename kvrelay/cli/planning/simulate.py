@@ -9,6 +9,7 @@ Exit codes: 0 simulated; 1 it failed; 2 asked wrongly, or a spec that such hardw
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,6 +47,7 @@ PARAGRAPHS = (
     "--trace configs/workloads/azure-conv-2023.csv --trace-scale 0.25 --rate 2 --num-requests 200 --seeds 5",
 )
 HELP = "\n\n".join(PARAGRAPHS)
+MOST_REQUESTS, MOST_SEEDS = 10_000_000, 10_000  # minutes of simulating, and a gigabyte
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +141,14 @@ def _sweep(asked: Asked, targets: Targets, seed: int) -> Sweep:
 
     if not 0 < asked.attainment < 1:
         raise PlanError(f"--attainment is {asked.attainment:g}; give a share above 0 and below 1, such as 0.9")
-    least = (("--num-requests", asked.num_requests, 1), ("--seeds", asked.seeds, 1), ("--seed", seed, 0))
-    for flag, value, bound in least:
-        if value is not None and value < bound:
-            raise PlanError(f"{flag} is {value}; give {bound} or more")
+    ranges: tuple[tuple[str, int | None, int, float], ...] = (
+        ("--num-requests", asked.num_requests, 1, MOST_REQUESTS),
+        ("--seeds", asked.seeds, 1, MOST_SEEDS),
+        ("--seed", seed, 0, math.inf),
+    )
+    for flag, value, least, most in ranges:
+        if value is not None and not least <= value <= most:
+            raise PlanError(f"{flag} is {value}; give {f'{least} or more' if value < least else f'{most} or less'}")
     return Sweep(
         slo=Slo(**targets.given_s(), attainment=asked.attainment),
         rates=_rates(asked.rate, asked.rates),
@@ -154,8 +160,6 @@ def _sweep(asked: Asked, targets: Targets, seed: int) -> Sweep:
 
 
 def _rates(rate: float | None, rates: str | None) -> tuple[float, ...]:
-    import math
-
     from placement.catalogs.base import PlanError
 
     if rate is not None and rates is not None:

@@ -185,6 +185,8 @@ def test_what_the_simulation_leaves_out_is_noted(tmp_path: Path) -> None:
         (("--rate", "1", *FEW, "--ttft", "soon"), "--ttft is 'soon'; give a time above 0 such as 250ms"),
         (("--rate", "1", *FEW, "--attainment", "90"), "--attainment is 90; give a share above 0 and below 1"),
         (("--rate", "1", *FEW, "--seeds", "0"), "--seeds is 0; give 1 or more"),
+        (("--rate", "1", *FEW, "--seeds", str(10**30)), f"--seeds is {10**30}; give 10000 or less"),
+        (("--rate", "1", *FEW, "--num-requests", str(10**30)), "give 10000000 or less"),
         (
             ("--rate", "1", *FEW, *AHEAD, "--acceptance-rate", "7"),
             "--acceptance-rate is 7; give the chance of a",
