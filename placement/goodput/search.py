@@ -26,7 +26,8 @@ from placement.workload.traffic import Traffic
 
 MOST_RAISES = 6
 LEAST_STEP = 1.1
-MOST_STEPS = 12  # out of a range that was given, each as large as all before
+MOST_STEPS_DOWN = 12  # out of a range that was given, each as large as all before
+MOST_STEPS_UP = 24  # likewise, where idle rates are soon seen: from 1e-9 requests/s to any that there is
 MOST_HALVINGS = 9
 LOWER = 0.85  # of the lowest rate tried, where that may miss the SLO
 MOST_LOWER = 3
@@ -159,7 +160,7 @@ def _bracket_from(bottom: float, top: float, keeps: Callable[[float], bool]) -> 
     top = top if top > bottom else LEAST_STEP * bottom
     step, is_above = top / bottom, keeps(bottom)
     low, high = (bottom, top) if is_above else (bottom / step, bottom)
-    for _ in range(MOST_STEPS):
+    for _ in range(MOST_STEPS_UP if is_above else MOST_STEPS_DOWN):
         if is_above != keeps(high if is_above else low):
             return low, high
         low, high = (high, high * step) if is_above else (low / step, low)

@@ -48,7 +48,7 @@ def test_a_wrong_bound_costs_time_and_not_the_answer(top: float) -> None:
     assert find_goodput(problem(top=top)).goodput.value == pytest.approx(rate_of_formula(), rel=0.05)
 
 
-@pytest.mark.parametrize("rate", [0.001, 0.5, 5.0])
+@pytest.mark.parametrize("rate", [1e-9, 0.001, 0.5, 5.0])
 def test_a_rate_asked_for_far_below_the_goodput_does_not_hide_it(rate: float) -> None:
     found = find_goodput(problem(bottom=rate, top=1.25 * rate)).goodput
     assert found.value == pytest.approx(rate_of_formula(), rel=0.06)
