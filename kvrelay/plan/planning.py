@@ -318,10 +318,14 @@ def machines_of(request: PlanRequest, kinds: Sequence[Catalog]) -> list[MachineT
 
 def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> list[MachineType]:
     """A worker of it, of a whole node where nothing else is asked; and the same under each power cap of its file."""
-    short = short_name(catalog.hardware, names)
-    whole = machine_of(catalog, Degrees(request.tensor_parallel or catalog.gpus_per_node), short=short)
-    full = replace(whole, title=gpu_name(catalog.hardware, names))
+    short, degrees = short_name(catalog.hardware, names), Degrees(request.tensor_parallel or catalog.gpus_per_node)
     roofline = _roofline(catalog)
+    why = roofline.why_no_room(degrees) if roofline is not None else ""
+    fitting = roofline.smallest_that_fits() if roofline is not None and why else None
+    if fitting is not None and fitting.pp > 1:  # which machines of several kinds do not have
+        raise PlanError(f"{why}; give one kind of hardware, for which max_pp may be {fitting.pp} or more")
+    whole = machine_of(catalog, degrees, short=short)
+    full = replace(whole, title=gpu_name(catalog.hardware, names))
     caps = roofline.machine.power_caps if roofline is not None else ()
     return [full, *(capped(full, cap) for cap in caps)]
 

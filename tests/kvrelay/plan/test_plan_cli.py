@@ -82,6 +82,18 @@ def test_a_model_that_does_not_fit() -> None:
         ),
         ("opt-175b", "h100-sxm", "--num-gpus 4 --max-pp 2", "(TP 1 x PP 2); give max_pp 6 and num_gpus 6 or more"),
         (
+            "opt-175b",
+            "h100-sxm,a100-80g-sxm",
+            "--budget 100 --tensor-parallel 1",
+            "(TP 1); give one kind of hardware, for which max_pp may be 6 or more",
+        ),
+        (
+            "llama-3.1-70b",
+            "h100-sxm,a100-80g-sxm",
+            "--budget 100 --tensor-parallel 1",
+            "(TP 1); give TP 2 or more",
+        ),
+        (
             "deepseek-v3",
             "h200-sxm",
             "--rate 5 --max-pp 4",
