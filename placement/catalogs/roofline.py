@@ -172,7 +172,7 @@ class RooflineCatalog:
         if tp > self.gpus_per_node:
             return (
                 f"TP {tp} is more than the {self.gpus_per_node} {self.machine.unit}s of a node; "
-                f"give TP {self.gpus_per_node} or less, and PP for the rest"
+                f"give TP {_either(self._tps())}, and PP for the rest"
             )
         return why_not_staged(self.shape, pp)
 

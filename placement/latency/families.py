@@ -19,7 +19,7 @@ WINDOW_IF_ASKED = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # by use_sliding
 PLAIN_MLP = (  # one matrix up, one down; all others have a gate beside the first
     *("opt", "gpt2", "bloom", "gpt_neox", "gptj", "falcon", "phi", "starcoder2", "mpt", "gpt_bigcode", "codegen"),
     *("gpt_neo", "biogpt", "persimmon", "nemotron", "xglm", "apertus", "arcee", "jais2", "nanochat"),
-    *("bert", "bert-generation", "electra", "ernie"),
+    *("bert", "bert-generation", "electra", "ernie", "roc_bert"),
 )
 FIRST_DENSE = {  # where a config does not say which layers have experts: so many of the first have none
     **dict.fromkeys(("axk1", "axk2", "dots3_note_text", "exaone_moe", "glm4_moe_lite", "hy_v3", "hy_v4"), 1),
@@ -70,6 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # what these configs leave unsaid; the 
     "deepseek_v3": {"router_bias": False},
     **dict.fromkeys(("bert", "ernie"), BERT | {"head_transform": True}),
     **dict.fromkeys(("bert-generation", "electra"), BERT),
+    "roc_bert": BERT | {"head_transform": True, "joined_embeddings": ("shape", "pronunciation")},
     **{name: {"tied": True} for name in ("biogpt", "cohere_compass_text", "ernie4_5", "ernie4_5_moe", "granite_swa")},
     **{name: {"tied": True} for name in ("minicpm3", "modernbert-decoder", "mpt", "smollm3", "vaultgemma", "youtu")},
 }

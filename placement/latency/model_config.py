@@ -205,10 +205,19 @@ class _ShapeReader:
             count += 2 * width * hidden
         if family.get("head_transform"):
             count += (hidden + 1) * hidden
+        count += self._beside_tokens(hidden)
         tied = config.get("tie_word_embeddings", family.get("tied", False))
         head = vocab * width
         bias = vocab * bool(family.get("head_bias"))
         return {"embedding_params": count + bias, "head_params": head, "is_tied": bool(tied)}
+
+    def _beside_tokens(self, hidden: int) -> int:
+        """Embeddings that a token has besides its own (RoCBert's shapes and sounds), and the matrix that joins them."""
+        names = self.family.get("joined_embeddings", ())
+        widths = [self.keys.number(f"{name}_embed_dim") for name in names]
+        vocabs = [self.keys.number(f"{name}_vocab_size") for name in names]
+        count = sum(vocab * width for vocab, width in zip(vocabs, widths, strict=True))
+        return count + ((hidden + sum(widths) + 1) * hidden if names else 0)
 
     def _window(self, layers: int) -> tuple[int, int]:
         """(tokens, layers that look no further back)."""

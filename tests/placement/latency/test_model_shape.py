@@ -70,7 +70,7 @@ def test_parameters_are_those_that_transformers_makes(name: str) -> None:
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 SMALL: dict[str, Any] = {"num_hidden_layers": 4, "pad_token_id": 0}
 MORE: dict[str, dict[str, Any]] = {  # that a family's own defaults lack or contradict
-    **{name: {"is_decoder": True} for name in ("bert", "bert-generation", "electra", "ernie")},
+    **{name: {"is_decoder": True} for name in ("bert", "bert-generation", "electra", "ernie", "roc_bert")},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "cohere2_moe": {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 4096},
     "dbrx": {
@@ -88,7 +88,8 @@ MORE: dict[str, dict[str, Any]] = {  # that a family's own defaults lack or cont
 }
 OF_FEW = (  # no ranks of these
     *("afmoe", "aria_text", "beam", "bert", "bert-generation", "dbrx", "electra", "ernie", "gpt_neo"),
-    *("granitemoeshared", "hunyuan_v1_moe", "llama4_text", "mimo_v2_flash", "mpt", "xglm"),
+    *("granitemoeshared", "hunyuan_v1_moe", "llama4_text", "mimo_v2_flash", "mpt", "roc_bert"),
+    "xglm",
 )
 
 
