@@ -124,7 +124,9 @@ def with_classes(workload: Workload, classes: Sequence[RequestClass], seed: int)
     shares = np.array([each.share for each in classes], dtype=np.float64)
     if not (shares > 0).all():
         raise WorkloadError(f"the share of class {names[int(shares.argmin())]} is {shares.min():g}; give one above 0")
-    drawn = np.random.default_rng([seed, 2]).choice(len(names), size=len(workload), p=shares / shares.sum())
+    by_name = np.argsort(names)  # in whichever order they are given, the same requests are of each
+    p = shares[by_name] / shares[by_name].sum()
+    drawn = np.random.default_rng([seed, 2]).choice(by_name, size=len(workload), p=p)
     return _classed(workload, drawn.astype(np.int64), classes)
 
 

@@ -159,6 +159,8 @@ def test_classes_are_drawn_by_their_shares_where_the_trace_names_none() -> None:
     assert workload.class_of.mean() == pytest.approx(0.25, abs=0.03)
     ttft_s, _ = Targets(slo=Slo(), classes=(CHAT, BATCH)).limits_s(workload)
     assert set(ttft_s.tolist()) == {0.1, 10.0}
+    turned = with_classes(lognormal(), (BATCH, CHAT), seed=0)
+    assert turned.slo_ttft_s.tolist() == workload.slo_ttft_s.tolist()
 
 
 def test_requests_of_a_class_ask_for_its_targets_wherever_they_are_drawn() -> None:
