@@ -4,10 +4,10 @@ Pure: all chance comes from the generator that the caller passes, so that one se
 seconds since the first request, lengths are tokens. The load generator (kvrelay.bench.workload) and the planner share
 it.
 
-Traces: CSV (Azure's TIMESTAMP,ContextTokens,GeneratedTokens, or other names for the same, see COLUMNS, and a class of
-requests, their priority and when their clients leave if it has those columns) and Mooncake's JSON lines (timestamp in
-ms, input_length, output_length, hash_ids: one for each run of 512 prompt tokens; equal ids mean equal tokens; and
-priority and cancel_after_s, if given).
+Traces: CSV (Azure's TIMESTAMP,ContextTokens,GeneratedTokens, or other names for the same, such as BurstGPT's, see
+COLUMNS, and a class of requests, their priority and when their clients leave if it has those columns) and Mooncake's
+JSON lines (timestamp in ms, input_length, output_length, hash_ids: one for each run of 512 prompt tokens; equal ids
+mean equal tokens; and priority and cancel_after_s, if given).
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ WHOLE_PRIORITY = f"a whole number of {-MOST_PRIORITY} to {MOST_PRIORITY}, 0 for 
 PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PK\x03\x04")  # how gzip, zstd, xz and zip begin
 COLUMNS = {  # of a CSV: what it may call them, in any case of letters
     "arrival": ("TIMESTAMP", "arrival_s", "arrival_ms", "arrival", "arrived_at"),
-    "prompt": ("ContextTokens", "prompt_tokens", "prompt_len", "prompt_size", "input_length", "num_prefill_tokens"),
-    "output": ("GeneratedTokens", "output_tokens", "output_len", "token_size", "output_length", "num_decode_tokens"),
+    "prompt": (
+        *("ContextTokens", "prompt_tokens", "prompt_len", "prompt_size", "input_length", "num_prefill_tokens"),
+        "Request tokens",
+    ),
+    "output": (
+        *("GeneratedTokens", "output_tokens", "output_len", "token_size", "output_length", "num_decode_tokens"),
+        "Response tokens",
+    ),
     "class": ("class", "request_class", "request_type"),
     "priority": ("priority",),
     "cancel": ("cancel_after_s",),

@@ -72,6 +72,14 @@ def test_times_of_any_zone_are_read_and_those_of_none_are_utc(tmp_path: Path) ->
     assert [shape.at_s for shape in workload.read_trace(path)] == [0.0, 1.0, 2.0, 3.0]
 
 
+def test_burstgpt_s_columns_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "BurstGPT_without_fails.csv"
+    header = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    path.write_text(f"{header}5,ChatGPT,472,18,490,Conversation log\n45,GPT-4,1087,230,1317,API log\n")
+    shapes = [Shape(input_len=472, output_len=18), Shape(input_len=1087, output_len=230, at_s=40.0)]
+    assert workload.read_trace(path) == shapes
+
+
 def test_a_prompt_beside_its_length_may_be_long(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens,text\n0,5,1,{'word ' * 60_000}\n1,6,1,word\n")
