@@ -32,11 +32,13 @@ from engine.weights import experts, int8, quantised, ropes
 from engine.weights.config import ServedConfig, first_sentence
 from engine.weights.files import why_unreadable
 from engine.weights.fp8_blocks import whole_blocks
+from engine.weights.mixed_schemes import each_by_its_own
 from engine.weights.stage import PassLeaves
 
 logger = logging.getLogger(__name__)
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
+READ_OTHERWISE = {"fp8": whole_blocks, "compressed-tensors": each_by_its_own}  # than transformers does
 PROBE_TOKENS = 2
 USUAL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM's, too
 VOLATILE_KEYS = (
@@ -59,7 +61,7 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
         placed = {"device_map": {"": device}}
     method = quantised.method_of(config)
     try:
-        with LOADING, whole_blocks() if method == "fp8" else nullcontext():
+        with LOADING, READ_OTHERWISE.get(method or "", nullcontext)():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 model,
                 config=config,

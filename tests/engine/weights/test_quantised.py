@@ -28,10 +28,13 @@ from kvrelay.demo_model import train_tokenizer
 from tests.zoo import ZOO, make_tiny_model
 
 GROUP = 32
+W4 = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=GROUP)
+W8 = QuantizationArgs(num_bits=8, type="int", strategy="group", group_size=GROUP)
 KINDS = {
-    "W8A8": (QuantizationArgs(num_bits=8, type="int", strategy="channel"), "int-quantized"),
-    "W4A16": (QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=GROUP), "pack-quantized"),
-    "FP8": (QuantizationArgs(num_bits=8, type="float", strategy="channel"), "float-quantized"),
+    "W8A8": ({"Linear": QuantizationArgs(num_bits=8, type="int", strategy="channel")}, "int-quantized"),
+    "W4A16": ({"Linear": W4}, "pack-quantized"),
+    "FP8": ({"Linear": QuantizationArgs(num_bits=8, type="float", strategy="channel")}, "float-quantized"),
+    "W8 and W4": ({"re:.*mlp.*proj": W8, "re:.*attn.*proj": W4}, "pack-quantized"),
 }
 TOKENS = list(range(5, 45))
 
@@ -43,11 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def quantised(model: Path, kind: str, directory: Path) -> tuple[Path, torch.Tensor]:
     """The checkpoint, and the logits of its weights, by the library's own arithmetic."""
-    args, layout = KINDS[kind]
+    groups, layout = KINDS[kind]
     made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=layout)
     config = QuantizationConfig(
-        config_groups={"all": scheme},
+        config_groups={
+            target: QuantizationScheme(targets=[target], weights=args, format=layout) for target, args in groups.items()
+        },
         ignore=["lm_head"],
         format=layout,
         quantization_status=QuantizationStatus.COMPRESSED,
@@ -55,9 +59,10 @@ def quantised(model: Path, kind: str, directory: Path) -> tuple[Path, torch.Tens
     apply_quantization_config(made, config)
     for module in made.modules():
         if hasattr(module, "weight_scale"):
-            groups = module.weight.detach().float().view(module.weight.shape[0], -1, GROUP).abs().amax(-1)
-            most = {"W8A8": 127.0, "W4A16": 7.0, "FP8": 448.0}[kind]
-            scales = groups if args.group_size else groups.amax(-1, keepdim=True)
+            args = module.quantization_scheme.weights
+            each = module.weight.detach().float().view(module.weight.shape[0], -1, GROUP).abs().amax(-1)
+            most = 448.0 if args.type == "float" else 2.0 ** (args.num_bits - 1) - 1
+            scales = each if args.group_size else each.amax(-1, keepdim=True)
             module.weight_scale.data = (scales / most).to(module.weight_scale.dtype)
     compressor = ModelCompressor.from_pretrained_model(made, layout)
     compressor.compress_model(made)
