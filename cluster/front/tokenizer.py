@@ -216,8 +216,13 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
         if "trust_remote_code" in str(error):
             mend = "put a tokenizer.json there, and take auto_map out of tokenizer_config.json"
             raise TokenizerError(f"the tokenizer of {model} has code of its own, which is not run; {mend}") from error
-        first_line = str(error).strip().split("\n", 1)[0]
-        raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {first_line}") from error
+        why = str(error).strip().split("\n", 1)[0]
+        if "pip install tiktoken" in why:  # what transformers tries last, where SentencePiece is what is missing
+            why = (
+                "it has no tokenizer.json, and tokenizer.model is read by sentencepiece or tiktoken, whichever wrote "
+                "it; `pip install sentencepiece tiktoken`, or put a tokenizer.json there"
+            )
+        raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {why}") from error
 
 
 def _tokenizer_config(directory: Path) -> Mapping[str, Any] | None:
@@ -230,7 +235,9 @@ def _tokenizer_config(directory: Path) -> Mapping[str, Any] | None:
             loaded = json.loads(path.read_text())
         except ValueError as error:
             raise TokenizerError(f"{path} is no JSON: {error}") from error
-        return loaded if isinstance(loaded, dict) else {}
+        if not isinstance(loaded, dict):
+            raise TokenizerError(f"{path} holds no JSON object; copy the model's own there")
+        return loaded
     return {} if has_tokenizer(directory) else None
 
 

@@ -229,6 +229,21 @@ def test_a_tokenizer_with_code_of_its_own_is_told_so(directory: Path) -> None:
         load_codec(str(directory))
 
 
+def test_what_is_wanted_to_read_a_tokenizer_model_is_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks for tiktoken alone, whoever wrote the file."""
+    monkeypatch.setitem(sys.modules, "tiktoken.load", None)
+    (directory / "tokenizer.json").rename(directory / "tokenizer.model")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    with pytest.raises(TokenizerError, match=r"`pip install sentencepiece tiktoken`, or put a tokenizer\.json"):
+        load_codec(str(directory))
+
+
+def test_a_tokenizer_config_that_is_no_object_is_named(directory: Path) -> None:
+    (directory / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(TokenizerError, match=r"tokenizer_config\.json holds no JSON object; copy the model's"):
+        load_codec(str(directory))
+
+
 def test_a_slow_tokenizer_is_refused() -> None:
     with pytest.raises(TokenizerError, match="object is no fast tokenizer"):
         TextCodec(object())
