@@ -51,6 +51,7 @@ def load_config(model: str) -> Any:
         raise UnsupportedModel(why)
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
+    _check_no_adapter(model)
     _check_generation_config(model)
     try:
         _check_quantization_config(model, PreTrainedConfig.get_config_dict(model)[0])
@@ -74,6 +75,15 @@ def _check_quantization_config(model: str, config: dict[str, Any]) -> None:
                 f"quantization_config in config.json of model {model!r} is {told!r:.80}; it is an object, and a model "
                 "that is not quantised has none"
             )
+
+
+def _check_no_adapter(model: str) -> None:
+    """transformers adds one to the weights where peft is installed, and else passes it over."""
+    if os.path.exists(os.path.join(model, "adapter_config.json")):
+        raise UnsupportedModel(
+            f"model {model!r} has an adapter beside its weights (adapter_config.json), which may be merged in them "
+            "already; move it elsewhere, and where it is not merged serve it by `kvrelay adapter add`"
+        )
 
 
 def _check_generation_config(model: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,14 @@ def test_what_is_there_in_place_of_weights_is_named(name: str, why: str, llama: 
     (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
     (tmp_path / name).write_text("{")
     with pytest.raises(UnsupportedModel, match=f"cannot be loaded: {why}"):
+        load(str(tmp_path))
+
+
+def test_an_adapter_beside_weights_is_not_added_to_them(llama: str, tmp_path: Path) -> None:
+    """By transformers it is where peft is installed, also to weights that it was merged in."""
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match=r"has an adapter beside its weights .*; move it elsewhere, and where"):
         load(str(tmp_path))
 
 
