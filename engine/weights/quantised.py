@@ -22,6 +22,10 @@ from engine.weights.files import whole_numbers
 
 ADVISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")  # methods that docs/serving.md names
 WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
+TOLD_BY = {  # where transformers reads which layers are not quantised
+    "awq": "modules_to_not_convert, a list of what is not",
+    "gptq": "modules_in_block_to_quantize, a list of lists of what is",
+}
 SCALE = re.compile(r"(?P<weight>.+)_scales?(_inv|_2)?")  # of a weight; an input's or a key's leaves weights as they are
 PACKED = re.compile(r"(?P<module>.+)\.(qweight|qzeros|scales?|SCB|weight_packed)")
 
@@ -78,9 +82,16 @@ def why_not_converted(config: Any, error: Exception) -> str:
 
 def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str], method: str | None) -> None:
     """Of the names that were `unexpected` in the files, none is of a quantised weight that was read as a plain one, or
-    not at all; nor are weights whole numbers where the config says nothing of that. Raises UnsupportedModel."""
+    not at all, nor of a plain one that was wanted quantised; nor are weights whole numbers where the config says
+    nothing of that. Raises UnsupportedModel."""
     parameters = {name for name, _ in loaded.named_parameters()}
+    held = loaded.state_dict().keys()
     for key in sorted(unexpected):
+        if method in TOLD_BY and f"{key.removesuffix('weight')}qweight" in held:
+            raise UnsupportedModel(
+                f"model {model!r} has {key} in full width, of which quantization_config in config.json says that it is "
+                f"quantised; give there {TOLD_BY[method]}"
+            )
         if _is_of_a_weight(key, parameters, unexpected):
             _refuse(model, key, method)
     for key in whole_numbers(Path(model)) if method is None else ():

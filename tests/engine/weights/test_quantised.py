@@ -24,6 +24,7 @@ from engine.engine import Engine
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 from engine.types import Chunk
+from engine.weights.quantised import check_read
 from kvrelay.demo_model import train_tokenizer
 from tests.zoo import ZOO, make_tiny_model
 
@@ -123,6 +124,18 @@ def test_a_checkpoint_of_gptqmodel(method: str, tmp_path: Path) -> None:
     quantised.quantize(["a text by which it is seen what matters, over and over " * 20] * 16, batch_size=1)
     quantised.save(str(made))
     check_is_read_as_by_its_library(model, made)
+
+
+@pytest.mark.parametrize(("method", "key"), [("gptq", "modules_in_block_to_quantize"), ("awq", "modules_to_not_conv")])
+def test_a_layer_in_full_width_that_was_wanted_quantised_is_told_with_the_key_that_says_so(
+    method: str, key: str, model: Path
+) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    loaded.model.layers[0].mlp.down_proj = torch.nn.Module()
+    loaded.model.layers[0].mlp.down_proj.register_buffer("qweight", torch.zeros(4, 4))
+    why = rf"has model\.layers\.0\.mlp\.down_proj\.weight in full width, of which .*; give there {key}"
+    with pytest.raises(UnsupportedModel, match=why):
+        check_read(str(model), loaded, ["model.layers.0.mlp.down_proj.weight"], method)
 
 
 def wider_model(directory: Path) -> Path:
