@@ -388,14 +388,15 @@ def test_a_worker_that_lacks_room_for_some_requests_is_not_bought() -> None:
     """However many of the others it serves in time. Where nobody has room, they are refused, and that is said."""
     catalog = ToyCatalog(largest=2, num_pages=15, latency={"slope_s": 0.0001})
     loose = Slo(ttft_s=2.0, tpot_s=0.1)
-    found = planned(slo=loose, catalog=catalog, workload=some_longer(0.05))
+    found = planned(slo=loose, catalog=catalog, workload=some_longer(0.05), num_gpus=2)
     assert {pool.degrees.tp for pool in found.chosen.candidate.pools} == {2}
     why = found.refused["prefill TP 1"]
     assert why.startswith("it holds 240 tokens of KV on bench at TP 1, and 5.0% of the prompts are longer, up to 400:")
     assert "colocated TP 1" in found.refused
     assert not any("find no room" in sentence for sentence in found.advice)
 
-    found = planned(slo=loose, catalog=replace(catalog, largest=1), workload=some_longer(0.05), num_gpus=2)
+    small = replace(catalog, largest=1)
+    found = planned(slo=loose, catalog=small, workload=some_longer(0.05), num_gpus=2, colocated=False)
     assert any(sentence.startswith("5.00% of the requests find no room") for sentence in found.advice)
 
 
