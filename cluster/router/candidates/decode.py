@@ -30,7 +30,6 @@ class DecodeCandidates:
         self._by_batch = Ranking()  # those that take new requests
         self._by_pages = Ranking()  # the same
         self._by_token = Ranking()  # the same, by the microseconds that one takes
-        self._others: dict[str, None] = {}  # that other routers take first
         self._uneasy: dict[str, None] = {}  # that drain, are short of pages, or slower than somebody there wants
         self._spacious: dict[str, None] = {}  # that would not be short with one request more
         self._changed: dict[str, None] = {}
@@ -156,18 +155,14 @@ class DecodeCandidates:
                 return account
         return self._why_none(shape, shunned, last_resorts)
 
-    def few(
-        self, shape: RequestShape, shunned: Shunned, readers: Iterable[str], *, is_own: bool = False
-    ) -> list[DecodeAccount]:
+    def few(self, shape: RequestShape, shunned: Shunned, readers: Iterable[str]) -> list[DecodeAccount]:
         """Those of the smallest batches, those whose tokens take least, as who reads few prompts has a larger batch,
-        and these readers; of all that have pages for it now. `is_own`: but for the readers none that other routers take
-        first."""
+        and these readers; of all that have pages for it now."""
         self._rank()
-        leave_out = self._others if is_own else NOBODY
-        first = self._by_batch.first(FEW, leave_out)
+        first = self._by_batch.first(FEW)
         if len(self._by_batch) > FEW:
             self._rank_tokens()
-            first += self._by_token.first(FEW, leave_out)
+            first += self._by_token.first(FEW)
         names = dict.fromkeys([*first, *readers])
         accounts = [self.accounts[name] for name in names if name not in shunned and name in self.accounts]
         return [account for account in accounts if self.has_room(account, shape)]
@@ -291,7 +286,6 @@ class DecodeCandidates:
             return
         for name in self._changed:
             account = self.accounts.get(name)
-            put_or_drop(self._others, name, account is not None and account.report.is_others)
             if account is None or account.report.draining:
                 self._by_batch.drop(name)
                 self._spacious.pop(name, None)
@@ -331,7 +325,6 @@ class DecodeCandidates:
         self._by_token.check_invariants({account.view.name: _token_us(account) for account in is_open})
         uneasy = {n for n, a in self.accounts.items() if a.report.draining or a.is_short or is_slow(a)}
         spacious = {account.view.name for account in is_open if account.free_pages - 1 > account.batch}
-        assert self._others.keys() == {n for n, a in self.accounts.items() if a.report.is_others}, "whose are they"
         assert self._spacious.keys() == spacious, "others have room"
         assert self._uneasy.keys() == uneasy, "requests may have to leave other workers"
 

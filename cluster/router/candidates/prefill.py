@@ -10,7 +10,7 @@ cached is looked up from the side of those few, and what many have is found soon
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from cluster.router.accounts import PrefillAccount, Report, RequestShape, RoutedRequest
 from cluster.router.candidates.ranking import Ranking, put_or_drop
@@ -127,20 +127,19 @@ class PrefillCandidates:
         self._rank()
         return len(self._both_by_load) > 0
 
-    @property
-    def has_others(self) -> bool:
-        """Some worker is another router's, which takes it first."""
+    def few(self, shape: RequestShape, shunned: Shunned) -> tuple[list[PrefillAccount], list[PrefillAccount]]:
+        """The least loaded of all, those of both phases, and those that may have much of the prompt cached; likewise
+        of those that other routers take first."""
         self._rank()
-        return bool(self._others)
+        own = dict.fromkeys([*self._first_few(self._others), *sorted(self._cachers(shape)[1])])
+        names = own | dict.fromkeys(self._first_few()) if self._others else own
+        readers = self._readers([self.accounts[name] for name in names if name not in shunned], shape)
+        if not self._others:
+            return readers, []
+        return [a for a in readers if a.view.name in own], [a for a in readers if a.view.name not in own]
 
-    def few(self, shape: RequestShape, shunned: Shunned, *, is_own: bool = False) -> list[PrefillAccount]:
-        """The least loaded of all, those of both phases, and those that may have much of the prompt cached. `is_own`:
-        but for the last none that other routers take first."""
-        self._rank()
-        leave_out = self._others if is_own else NOBODY
-        ranked = [*self._by_load.first(FEW, leave_out), *self._both_by_load.first(FEW, leave_out)]
-        names = dict.fromkeys([*ranked, *sorted(self._cachers(shape)[1])])
-        return self._readers([self.accounts[name] for name in names if name not in shunned], shape)
+    def _first_few(self, leave_out: Collection[str] = ()) -> list[str]:
+        return self._by_load.first(FEW, leave_out) + self._both_by_load.first(FEW, leave_out)
 
     def least(self, count: int) -> list[PrefillAccount]:
         """The least loaded that take new requests, as they were when one was last chosen."""

@@ -24,7 +24,7 @@ from cluster.router.health.shunned import BARRED, BROKEN
 from cluster.router.options import RouterOptions
 from cluster.router.placing.handoff_times import HandoffTimes
 from cluster.router.placing.lending import lend
-from cluster.router.placing.predicting import Predicted, Target, best_predicted, could_gain, is_as_good, is_better
+from cluster.router.placing.predicting import Target, best_predicted, could_gain, is_better
 
 MAX_TRIES = 4  # prefill workers that are looked at for one that can hand over
 
@@ -179,33 +179,26 @@ class Placing:
         kinds of workers, where something stands against a placement, or too little is known."""
         if not self._may_predict(request):
             return None
-        best = self._foretold(request, now)
-        if best is None:
-            return None
-        if self._prefill.has_others:
-            own = self._foretold(request, now, is_own=True)
-            best = own if own is not None and is_as_good(own, best) else best
-        target = self.target_of(request.shape)
-        foretold = Foretold(
-            ttft_s=best.read.takes_s, tpot_s=best.written.takes_s, slo_ttft_s=target.ttft_s, slo_tpot_s=target.tpot_s
-        )
-        return Placed(prefill=best.prefill, decode=best.decode, words=foretold)
-
-    def _foretold(self, request: RoutedRequest, now: float, *, is_own: bool = False) -> Predicted | None:
-        """`is_own`: by workers that no other router takes first, and such as have the prompt cached."""
-        shape, past = request.shape, request.past
-        prefills = self._prefill.few(shape, self._health.shunned(past, PREFILL, now), is_own=is_own)
-        readers = [account.view.name for account in prefills]
-        return best_predicted(
+        shape, past, target = request.shape, request.past, self.target_of(request.shape)
+        own, others = self._prefill.few(shape, self._health.shunned(past, PREFILL, now))
+        readers = [account.view.name for account in own + others]
+        best = best_predicted(
             shape,
-            self.target_of(shape),
+            target,
             now - request.queued_s,
-            [account for account in prefills if not self._backlog(account, shape)],
-            self._decode.few(shape, self._health.shunned(past, DECODE, now), readers, is_own=is_own),
+            [account for account in own if not self._backlog(account, shape)],
+            [account for account in others if not self._backlog(account, shape)],
+            self._decode.few(shape, self._health.shunned(past, DECODE, now), readers),
             lambda prefill, decode: self._health.is_broken_pair(prefill, decode, now),
             self._handoff_times,
             now,
         )
+        if best is None:
+            return None
+        foretold = Foretold(
+            ttft_s=best.read.takes_s, tpot_s=best.written.takes_s, slo_ttft_s=target.ttft_s, slo_tpot_s=target.tpot_s
+        )
+        return Placed(prefill=best.prefill, decode=best.decode, words=foretold)
 
     def _may_predict(self, request: RoutedRequest) -> bool:
         if not self._prefill.has_both:

@@ -12,7 +12,8 @@ Where an engine has pipeline stages, the costs are of a pass through all of them
 by that many times as fast, and each pass holds its share of the answers.
 
 Several routers hear of each other's requests by reports only, up to 50 ms late and more of many workers. So each has
-workers of its own, and takes those where nobody is late for it and the cost is at most twice that of another's.
+readers of its own, and takes those where nobody is late for it and the cost is at most twice that of another's. Answers
+last for seconds: of them reports tell enough.
 
 An answer that is not written where its prompt is read waits for what the reading does not hide of the handoff, and
 that for those before it (handoff_times.py).
@@ -72,52 +73,61 @@ class Predicted:
         return self.read.cost_s + self.written.cost_s
 
     @property
-    def rank(self) -> tuple[bool, float, float, str, str]:
+    def rank(self) -> tuple[bool, float, float, bool, str, str]:
         """The least is best."""
-        return self.is_late, self.cost_s, self.read.takes_s, self.prefill.view.name, self.decode.view.name
-
-
-def is_as_good(own: Predicted, best: Predicted) -> bool:
-    """Whether a placement on workers that a router takes first is as good as the best of all, as far as it knows: what
-    other routers have sent to theirs it hears late, and each would send to those that seem idle to all."""
-    return best.is_late if own.is_late != best.is_late else own.cost_s <= OWN_COST * best.cost_s
+        reader, writer = self.prefill.view.name, self.decode.view.name
+        return self.is_late, self.cost_s, self.read.takes_s, reader != writer, reader, writer
 
 
 def best_predicted(
     shape: RequestShape,
     target: Target,
     waited_s: float,
-    prefills: Sequence[PrefillAccount],
+    own: Sequence[PrefillAccount],
+    others: Sequence[PrefillAccount],
     decodes: Sequence[DecodeAccount],
     is_broken: Callable[[str, str], bool],
     times: HandoffTimes,
     now: float,
 ) -> Predicted | None:
-    """Of all pairs that are not broken. None where there is none, or the costs of a worker are not known yet."""
-    reports = [account.report for account in prefills] + [account.report for account in decodes]
+    """Of all pairs that are not broken. None where there is none, or the costs of a worker are not known yet. `others`:
+    readers that other routers take first."""
+    reports = [account.report for accounts in (own, others, decodes) for account in accounts]
     if any(report.costs is None for report in reports):
         return None
     written = {account.view.name: (account, _written(account, shape, target)) for account in decodes}
-    others = sorted(written, key=lambda name: (not written[name][1].is_kept, written[name][1].cost_s, name))
-    best: Predicted | None = None
-    for prefill in prefills:
-        name, read = prefill.view.name, _read(prefill, shape, target, waited_s)
-        if name in written:
-            best = _better(best, Predicted(prefill, written[name][0], read, written[name][1]))
-        is_kept: bool | None = None
-        for other in others:
-            if other == name or is_broken(name, other):
-                continue
-            decode, part = written[other]
-            is_kept = part.is_kept if is_kept is None else is_kept
-            free = Predicted(prefill, decode, read, part)
-            if part.is_kept != is_kept or _better(best, free) is not free:
-                break  # all that follow are worse, however fast their links
-            handed = _handed_over(free, shape, target, waited_s, times, now)
-            best = _better(best, handed)
-            if handed is free:
-                break
-    return best
+    order = sorted(written, key=lambda name: (not written[name][1].is_kept, written[name][1].cost_s, name))
+
+    def best_of(prefills: Sequence[PrefillAccount]) -> Predicted | None:
+        best: Predicted | None = None
+        for prefill in prefills:
+            name, read = prefill.view.name, _read(prefill, shape, target, waited_s)
+            if name in written:
+                best = _better(best, Predicted(prefill, written[name][0], read, written[name][1]))
+            is_kept: bool | None = None
+            for other in order:
+                if other == name or is_broken(name, other):
+                    continue
+                decode, part = written[other]
+                is_kept = part.is_kept if is_kept is None else is_kept
+                free = Predicted(prefill, decode, read, part)
+                if part.is_kept != is_kept or _better(best, free) is not free:
+                    break  # all that follow are worse, however fast their links
+                handed = _handed_over(free, shape, target, waited_s, times, now)
+                best = _better(best, handed)
+                if handed is free:
+                    break
+        return best
+
+    return _own_instead(best_of(own), best_of(others))
+
+
+def _own_instead(own: Predicted | None, other: Predicted | None) -> Predicted | None:
+    """Where it is as good as another router's, as far as is known here what that has sent there."""
+    if own is None or other is None:
+        return own or other
+    is_as_good = other.is_late if own.is_late != other.is_late else own.cost_s <= OWN_COST * other.cost_s
+    return own if is_as_good else other
 
 
 def _better(best: Predicted | None, other: Predicted) -> Predicted:

@@ -24,7 +24,6 @@ from placement.simulator.machines.host import Host
 from placement.simulator.machines.moves import Moves
 from placement.simulator.machines.speculation import SpeculatedRun
 from placement.simulator.machines.steps import DecodeSteps
-from worker.options import owner_of
 from worker.roles import kind_of
 from worker.steps.costs import StepCosts
 
@@ -37,7 +36,6 @@ class DecodeMachine(Decoder):
         self.policy = policy
         self.guessing = guessing_run(worker, policy)
         self.steps = DecodeSteps(router.clock, self.guessing or DecodeRun(policy), self._on_end)
-        self.owner = owner_of(worker.name, router.cluster.num_routers)
         self.reporter = router.reporter_of(worker.name, self)
         self.is_dead = False
         self.host = host  # that it shares with prefill workers
@@ -73,7 +71,6 @@ class DecodeMachine(Decoder):
             request_ids=self.request_ids(),
             costs=self.costs,
             draining=self.is_draining,
-            is_others=self.owner != router,
         )
 
     def drain(self) -> None:

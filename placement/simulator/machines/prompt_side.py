@@ -42,7 +42,7 @@ class PromptSide(PrefillMachine):
             prompt_share=share_after(self._share, 0, machine.steps.advanced),
             pages=self.page_news(router),
             draining=machine.is_draining,
-            is_others=machine.owner != router,
+            is_others=self.owner != router,
         )
 
     def next_batch(self, rows: int) -> PrefillBatch | None:
