@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, version
 from queue import SimpleQueue
 
-from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
+from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
@@ -43,8 +43,7 @@ def make_provider(exporters: Sequence[EntryPoint], endpoint: str, instance: str)
 def _resource(instance: str) -> Resource:
     """As the variables say, and by our own names where they say nothing."""
     own = {SERVICE_NAME: "kvrelay", SERVICE_INSTANCE_ID: instance}
-    asked = Resource.create().attributes
-    return Resource(own | {key: value for key, value in asked.items() if not str(value).startswith("unknown_service")})
+    return Resource.create(own | dict(OTELResourceDetector().detect().attributes))
 
 
 class Tracing:

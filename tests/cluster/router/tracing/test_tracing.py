@@ -83,6 +83,7 @@ async def test_a_request_is_a_span_under_its_clients_with_its_phases_in_it(
     assert values(parts[-1].attributes)["kvrelay.worker"] == "decode-0"
     (resource,) = receiver.resources
     assert (resource["service.name"], resource["deployment.environment.name"]) == ("kvrelay", "test")
+    assert resource["service.instance.id"] == "router-0"
 
 
 async def test_what_its_client_sends_over_http_is_taken_too(receiver: Receiver) -> None:
@@ -150,12 +151,14 @@ async def test_by_http_with_headers_and_a_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "api-key=of-ours")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.instance.id=first")
     with receiving_http() as (receiver, endpoint):
         async with serving(options=server_options(port=0, otlp_traces_endpoint=f"{endpoint}/v1/traces")) as h:
             await collect(h.generate.Generate(named("mine")))
     assert whole(receiver)
     assert [(each["path"], each["api-key"]) for each in receiver.headers] == [("/v1/traces", "of-ours")]
-    assert receiver.resources[0]["service.name"] == "chat"
+    resource = receiver.resources[0]
+    assert (resource["service.name"], resource["service.instance.id"]) == ("chat", "first")
 
 
 async def test_without_explained_requests_there_are_traces_and_nothing_is_kept(receiver: Receiver) -> None:
