@@ -84,7 +84,7 @@ class Prober:
 
     async def send(self, requests: Sequence[tuple[Sequence[int], int]]) -> list[Outcome]:
         """All at once: (prompt, tokens to make). All probes have one clock. Raises KvrelayError if one fails."""
-        plan = [self._planned(prompt, num_tokens) for prompt, num_tokens in requests]
+        plan = [self._planned(prompt, num_tokens, slo_tpot_ms=AT_ONCE_MS) for prompt, num_tokens in requests]
         begun_s = time.perf_counter() - self._zero_s
         outcomes, _ = await play(self._client, plan, timeout_s=WAIT_S)
         for outcome in outcomes:
@@ -95,11 +95,11 @@ class Prober:
     async def through(self, pair: tuple[str, str], prompt: Sequence[int], steps: int, wait_s: float) -> Outcome:
         """One request, read and written by these two workers, behind all others. Raises KvrelayError."""
         prefill, decode = pair
-        named: dict[str, str | int] = {"prefill_worker": prefill, "decode_worker": decode, "priority": LAST}
+        named: dict[str, str | float] = {"prefill_worker": prefill, "decode_worker": decode, "priority": LAST}
         outcomes, _ = await play(self._client, [self._planned(prompt, steps + 2, **named)], timeout_s=wait_s)
         return _good(outcomes[0])
 
-    def _planned(self, prompt: Sequence[int], num_tokens: int, **more: str | int) -> Planned:
+    def _planned(self, prompt: Sequence[int], num_tokens: int, **more: str | float) -> Planned:
         options = {
             **more,
             "model": self.model.name,
@@ -107,7 +107,6 @@ class Prober:
             "temperature": 0.0,
             "ignore_eos": True,
             "seed": 0,
-            "slo_tpot_ms": AT_ONCE_MS,
         }
         return Planned(request=build_request(prompt, options), at_s=0.0, input_len=len(prompt))  # type: ignore[arg-type]
 

@@ -27,7 +27,7 @@ NO_ROOM = ("RESOURCE_EXHAUSTED",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSample:
-    """`decode_s`: None where too few steps came apart. `error`: why there is nothing else."""
+    """`decode_s`: None where guesses that came true left too few steps. `error`: why there is nothing else."""
 
     pair: Pair
     prefill_s: float = 0.0
@@ -96,12 +96,11 @@ async def _through(prober: Prober, pair: Pair, tokens: int, wait_s: float) -> Pa
     if (timeline.prefill_worker, timeline.decode_worker) != pair or timeline.moves:
         went = f"{timeline.prefill_worker} and {timeline.decode_worker}"
         return PairSample(pair=pair, error=f"it was served by {went}", has_no_room=True)
-    times = outcome.token_times_s[1:]
-    steps = len(times) - 1
+    steps = outcome.output_len - 1 - timeline.accepted_tokens
     return PairSample(
         pair=pair,
         prefill_s=timeline.phases_s.get("prefill", 0.0),
-        decode_s=(times[-1] - times[0]) / steps if steps >= LEAST_STEPS else None,
+        decode_s=timeline.phases_s.get("decode", 0.0) / steps if steps >= LEAST_STEPS else None,
         transport=receipt.transport if receipt is not None else "",
         bytes=receipt.bytes if receipt is not None else 0,
         transfer_s=receipt.transfer_s if receipt is not None else 0.0,

@@ -9,15 +9,27 @@ from typing import Any
 import pytest
 
 from cluster.spec.assumed import Assumed
-from kvrelay.client.types import ClusterStatus, PairTrouble, ServedModel, WorkerState
+from kvrelay.bench.metrics import Outcome
+from kvrelay.calibrate.probes import Prober
+from kvrelay.client.types import ClusterStatus, PairTrouble, ServedModel, Timeline, Usage, WorkerState
 from kvrelay.doctor.finding import Finding
 from kvrelay.doctor.live.cluster import cluster, missing
 from kvrelay.doctor.live.judging import Terms, judged
-from kvrelay.doctor.live.probing import Pair, PairSample, pairs_of, prompt_tokens
+from kvrelay.doctor.live.probing import Pair, PairSample, pairs_of, probe, prompt_tokens
 
 pytestmark = pytest.mark.unit
 
 TOKENS = 512
+MODEL = ServedModel(
+    name="m",
+    architecture="",
+    dtype="",
+    vocab_size=9,
+    max_model_len=4096,
+    num_params=1,
+    eos_token_ids=(),
+    fingerprint="",
+)
 
 
 def worker(name: str, **changes: Any) -> WorkerState:
@@ -93,21 +105,36 @@ def test_all_workers_come_before_any_comes_twice() -> None:
 
 
 def test_a_probe_is_as_long_as_the_smallest_allows() -> None:
-    model = ServedModel(
-        name="m",
-        architecture="",
-        dtype="",
-        vocab_size=9,
-        max_model_len=4096,
-        num_params=1,
-        eos_token_ids=(),
-        fingerprint="",
-    )
     workers = [worker("prefill-0", limits={"max_batch_tokens": "256"}), worker("decode-0")]
-    assert prompt_tokens(model, workers[1:], TOKENS) == TOKENS
-    assert prompt_tokens(model, workers, TOKENS) == 256
-    assert prompt_tokens(replace(model, max_model_len=100), workers, TOKENS) == 88
-    assert prompt_tokens(model, [worker("decode-0", total_pages=40)], TOKENS) == 160
+    assert prompt_tokens(MODEL, workers[1:], TOKENS) == TOKENS
+    assert prompt_tokens(MODEL, workers, TOKENS) == 256
+    assert prompt_tokens(replace(MODEL, max_model_len=100), workers, TOKENS) == 88
+    assert prompt_tokens(MODEL, [worker("decode-0", total_pages=40)], TOKENS) == 160
+
+
+async def test_steps_are_told_by_the_router_however_tokens_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a probe have targets, which it would miss: an alert and `kvrelay replan` go by those."""
+    timeline = Timeline(
+        phases_s={"prefill": 0.1, "decode": 0.18},
+        ttft_s=0.1,
+        tpot_s=0.02,
+        e2e_s=0.28,
+        prefill_worker="prefill-0",
+        decode_worker="decode-0",
+        attempts=1,
+    )
+
+    async def play(client: Any, plan: Any, **terms: Any) -> tuple[list[Outcome], float]:
+        assert (plan[0].request.slo_ttft_ms, plan[0].request.slo_tpot_ms) == (0, 0)
+        at_once = [0.1, *[0.28] * 9]
+        outcome = Outcome(index=0, due_s=0, input_len=9, token_times_s=at_once, output_len=10)
+        outcome.usage, outcome.timeline = Usage(prompt_tokens=9, completion_tokens=10, cached_tokens=0), timeline
+        return [outcome], 0.28
+
+    monkeypatch.setattr("kvrelay.calibrate.probes.play", play)
+    prober = Prober(None, MODEL, seed=0)  # type: ignore[arg-type]
+    samples = await probe(prober, [("prefill-0", "decode-0")], tokens=9, at_most_s=9)
+    assert [each.decode_s for each in samples] == pytest.approx([0.02] * len(samples))
 
 
 PAIRS: list[Pair] = [("prefill-0", f"decode-{i}") for i in range(3)]
