@@ -18,8 +18,8 @@ REFUSAL = "the token is missing or wrong; send `authorization: Bearer TOKEN`, or
 SCHEME = b"bearer"
 
 
-def client_door(keyring: Keyring) -> Door:
-    return Door(_caller_of(keyring), REFUSAL, open_services=(health.SERVICE_NAME,))
+def client_door(keyring: Keyring, on_refused: Callable[[], None] = lambda: None) -> Door:
+    return Door(_caller_of(keyring), REFUSAL, open_services=(health.SERVICE_NAME,), on_refused=on_refused)
 
 
 def _caller_of(keyring: Keyring) -> Callable[[Metadata], str | None]:

@@ -120,6 +120,8 @@ class RouterServer:
             max_unread_total_bytes=front.max_unread_total_bytes,
         )
         self.router = self._make_router("")  # of the cluster's own model
+        count_refused = partial(self.router.metrics.on_ended, grpc.StatusCode.UNAUTHENTICATED.name)
+        self._door = client_door(self._keyring, count_refused) if self._keyring else None
         first = Served(given_name=options.model_name, path=options.model, router=self.router, codec=codec)
         self.catalog = Catalog(first)
         self.models = Models(self.catalog, self._make_router, self._load_codec)
@@ -160,7 +162,7 @@ class RouterServer:
             counting=self._accounting,
         )
         self._server = make_server(
-            client_door(self._keyring) if self._keyring else None,
+            self._door,
             behind=[TracedCalls(), self._calls] if self._tracing is not None else [self._calls],
             options=grpc_options(options.front),
         )
@@ -260,17 +262,29 @@ class RouterServer:
 
     def _expose(self, options: ServerOptions, port: int) -> ScrapeServer:
         host = options.host
+        loop = asyncio.get_running_loop()
         try:
             return expose(
                 host,
                 port,
-                partial(self._scrape_from_a_thread, asyncio.get_running_loop()),
-                may_enter=lambda authorization: not self._keyring or owner_of(authorization, self._keyring) is not None,
+                partial(self._scrape_from_a_thread, loop),
+                may_enter=partial(self._may_scrape, loop),
                 tls=options.tls,
             )
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise OSError(f"cannot serve metrics on {host}:{port}: {why}; give another metrics_port") from error
+
+    def _may_scrape(self, loop: asyncio.AbstractEventLoop, authorization: bytes, peer: str) -> bool:
+        """Asked in a scraper's thread."""
+        if self._keyring is None or owner_of(authorization, self._keyring) is not None:
+            return True
+        loop.call_soon_threadsafe(self._note_refused, peer)
+        return False
+
+    def _note_refused(self, peer: str) -> None:
+        if self._door is not None:
+            self._door.note_refused(peer)
 
     async def _serve_http(self, generation: Generation, ports: tuple[int, ...]) -> int:
         """On the first of the ports that is free. Raises OSError when none is, TlsError."""
@@ -285,6 +299,7 @@ class RouterServer:
         guard: ASGIApp = Guard(
             make_app(generation, probes),
             keyring=self._keyring,
+            note_refused=self._note_refused,
             calls=self._calls,
             max_body_bytes=options.front.max_message_bytes,
             max_stall_s=options.front.max_stall_s,

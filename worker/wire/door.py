@@ -49,9 +49,11 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         sentence: str,
         *,
         open_services: Collection[str] = (),
+        on_refused: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_refused = 0
+        self._on_refused = on_refused
         self._caller_of = caller_of
         self._sentence = sentence
         self._open = frozenset(f"/{service}" for service in open_services)
@@ -76,7 +78,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     async def _refused(self, requests: AsyncIterator[object], context: grpc.aio.ServicerContext) -> None:
         """After the first message: a caller that still writes when the refusal comes is told of its write instead."""
-        self._count(context.peer())
+        self.note_refused(context.peer())
         if self._heard < MAX_HEARD:
             self._heard += 1
             try:
@@ -87,8 +89,10 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 self._heard -= 1
         await without_traces(context.abort(grpc.StatusCode.UNAUTHENTICATED, self._sentence))
 
-    def _count(self, peer: str) -> None:
+    def note_refused(self, peer: str) -> None:
+        """One more, here or by another entrance to the same."""
         self.num_refused += 1
+        self._on_refused()
         now = self._clock()
         if now < self._tell_s:
             return

@@ -54,15 +54,18 @@ class Guard:
         app: ASGIApp,
         *,
         keyring: Keyring | None,
+        note_refused: Callable[[str], None],
         calls: CallLimit,
         max_body_bytes: int,
         max_stall_s: float,
         turn: Callable[[str], Awaitable[None]],
         limits: Callable[[], Limits],
     ) -> None:
-        """`keyring`: None: everyone may call. `turn`: waits for the turn of a caller. `limits`: the caller's."""
+        """`keyring`: None: everyone may call. `note_refused`: is told from where one came who has none. `turn`:
+        waits for the turn of a caller. `limits`: the caller's."""
         self._app = app
         self._keyring = keyring
+        self._note_refused = note_refused
         self._calls = calls
         self._max_body_bytes = max_body_bytes
         self._stalls = Stalls(max_stall_s)
@@ -88,7 +91,7 @@ class Guard:
         is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)
         try:
             if not is_open:
-                self._admit(headers)
+                self._admit(headers, scope["client"])
                 call.is_admitted = True
                 await self._turn(CALLER.get())
             body = await self._read(headers, receive, 0 if is_open else self._max_body_bytes)
@@ -110,11 +113,12 @@ class Guard:
         self._names.add(name)
         return name
 
-    def _admit(self, headers: Headers) -> None:
+    def _admit(self, headers: Headers, client: tuple[str, int] | None) -> None:
         if self._keyring is not None:
             given = headers.getlist("authorization")
             owner = owner_of(given[0].encode("latin-1"), self._keyring) if len(given) == 1 else None
             if owner is None:
+                self._note_refused("{}:{}".format(*client) if client else "nobody knows where")
                 raise RequestFailed(Code.UNAUTHENTICATED, REFUSAL)
             CALLER.set(owner)
         self._calls.begin()

@@ -28,7 +28,7 @@ def expose(
     port: int,
     scrapes: Scrapes,
     *,
-    may_enter: Callable[[bytes], bool] = lambda authorization: True,
+    may_enter: Callable[[bytes, str], bool] = lambda authorization, peer: True,
     tls: TlsFiles | None = None,
 ) -> ScrapeServer:
     """Serve /metrics on host:port (0: any free one). Raises OSError when it is taken.

@@ -98,5 +98,5 @@ class RouterMetrics:
             self.load.note(live, failed=True)
 
     def on_ended(self, code: str) -> None:
-        """A call of Generate's is over, as its client was told or would have been."""
+        """A call of Generate's is over, as its client was told or would have been; or one of any was not let in."""
         self.codes[code] += 1

@@ -30,10 +30,11 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
         port: int,
         app: Application,
         *,
-        may_enter: Callable[[bytes], bool] = lambda authorization: True,
+        may_enter: Callable[[bytes, str], bool] = lambda authorization, peer: True,
         tls: TlsFiles | None = None,
     ) -> None:
-        """`may_enter` is asked with the authorization header. Raises OSError when the port is taken, TlsError."""
+        """`may_enter` is asked with the authorization header and the address that it came from, in a scraper's thread.
+        Raises OSError when the port is taken, TlsError."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._tls = FollowedTls(tls) if tls is not None else None
         self._slots = threading.BoundedSemaphore(MAX_SCRAPERS)
@@ -86,9 +87,9 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are no news."""
 
 
-def _guarded(app: Application, may_enter: Callable[[bytes], bool]) -> Application:
+def _guarded(app: Application, may_enter: Callable[[bytes, str], bool]) -> Application:
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        if may_enter(environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")):
+        if may_enter(environ.get("HTTP_AUTHORIZATION", "").encode("latin-1"), environ["REMOTE_ADDR"]):
             return app(environ, start_response)
         headers = [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")]
         start_response("401 Unauthorized", headers)

@@ -61,8 +61,20 @@ async def test_a_scrape_wants_a_token_too() -> None:
         assert b"kvrelay:" in await asyncio.to_thread(scrape, h, Authorization=f"Bearer {TOKEN}")
 
 
-def scrape(h: Harness, **headers: str) -> bytes:
-    asked = urllib.request.Request(f"http://127.0.0.1:{h.server.metrics_port}/metrics", headers=headers)
+async def test_who_is_refused_is_counted_and_told_of_at_whichever_port(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(options=guarded(metrics_port=0, http_ports=(0,))) as h:
+        await refused(h.generate.GenerateOnce(request()))
+        for port in (h.server.http_port, h.server.metrics_port):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                await asyncio.to_thread(scrape, h, port)
+        text = await asyncio.to_thread(scrape, h, Authorization=f"Bearer {TOKEN}")
+    assert b'kvrelay:calls_ended_total{code="UNAUTHENTICATED",model_name="fake"} 3.0' in text
+    (line,) = (record.getMessage() for record in caplog.records if "refused" in record.getMessage())
+    assert line.startswith("1 calls refused: the token is missing or wrong"), "the next one in 10 s"
+
+
+def scrape(h: Harness, port: int | None = None, **headers: str) -> bytes:
+    asked = urllib.request.Request(f"http://127.0.0.1:{port or h.server.metrics_port}/metrics", headers=headers)
     with urllib.request.urlopen(asked, timeout=30) as answer:
         text: bytes = answer.read()
         return text

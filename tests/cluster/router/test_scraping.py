@@ -53,7 +53,7 @@ def scrape(server: ScrapeServer, *, scheme: str = "http", context: ssl.SSLContex
 
 
 def test_only_who_is_known_may_scrape(start: Start) -> None:
-    server = start(may_enter=lambda authorization: authorization == b"Bearer t")
+    server = start(may_enter=lambda authorization, peer: authorization == b"Bearer t")
     assert scrape(server, Authorization="Bearer t") == 200
     assert [scrape(server), scrape(server, Authorization="Bearer x"), scrape(server, Authorization="t")] == [401] * 3
 
