@@ -120,8 +120,8 @@ class RouterServer:
             max_unread_total_bytes=front.max_unread_total_bytes,
         )
         self.router = self._make_router("")  # of the cluster's own model
-        count_refused = partial(self.router.metrics.on_ended, grpc.StatusCode.UNAUTHENTICATED.name)
-        self._door = client_door(self._keyring, count_refused) if self._keyring else None
+        count = self.router.metrics.on_ended
+        self._door = client_door(self._keyring, partial(count, "UNAUTHENTICATED")) if self._keyring else None
         first = Served(given_name=options.model_name, path=options.model, router=self.router, codec=codec)
         self.catalog = Catalog(first)
         self.models = Models(self.catalog, self._make_router, self._load_codec)
@@ -136,7 +136,9 @@ class RouterServer:
         self._health = Health(
             (GENERATE_SERVICE,), max_watches=options.front.max_watches, max_stall_s=options.front.max_stall_s
         )
-        self._calls = CallLimit(options.front.max_calls, options.front.max_stall_s, self._shared.turns)
+        self._calls = CallLimit(
+            front.max_calls, front.max_stall_s, self._shared.turns, partial(count, "RESOURCE_EXHAUSTED")
+        )
         self._letting_go: asyncio.Task[None] | None = None
         self._generation: Generation | None = None
         self._http: HttpListener | None = None

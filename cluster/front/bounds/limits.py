@@ -69,8 +69,11 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """A call counts from its headers on: gRPC itself would wait for its message without end. Health is open to
     everyone and not counted, so that its message must come sooner."""
 
-    def __init__(self, max_calls: int, max_stall_s: float, turns: Turns) -> None:
+    def __init__(
+        self, max_calls: int, max_stall_s: float, turns: Turns, on_refused: Callable[[], None] = lambda: None
+    ) -> None:
         self._calls = Shares(max_calls)
+        self._on_refused = on_refused
         self._messages = Stalls(max_stall_s)
         self._strangers = Stalls(min(FIRST_MESSAGE_S, max_stall_s))
         self._limited: dict[str, grpc.RpcMethodHandler] = {}  # by method: handlers as they are answered with here
@@ -99,6 +102,7 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return self._heard(handler, is_health)
 
     async def _refuse(self, _: AsyncIterator[object], context: Any) -> None:
+        self._on_refused()
         reason = self._why_full(CALLER.get()) or "too many calls ran at this router"
         await without_traces(refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(1.0),)))
 
@@ -117,6 +121,14 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     @property
     def running(self) -> int:
         return self._calls.total
+
+    def admit(self) -> None:
+        """Begin a call that came by another way than gRPC. Raises RequestFailed."""
+        try:
+            self.begin()
+        except RequestFailed:
+            self._on_refused()
+            raise
 
     def begin(self) -> None:
         """Count the call of this task, to its end. Raises RequestFailed."""

@@ -121,7 +121,7 @@ class Guard:
                 self._note_refused("{}:{}".format(*client) if client else "nobody knows where")
                 raise RequestFailed(Code.UNAUTHENTICATED, REFUSAL)
             CALLER.set(owner)
-        self._calls.begin()
+        self._calls.admit()
 
     async def _read(self, headers: Headers, receive: Receive, most_bytes: int) -> bytes:
         """The body. Raises RequestFailed for one that is too large, or does not come."""

@@ -110,6 +110,7 @@ async def test_calls_beyond_the_limit_are_refused_and_health_answers_on() -> Non
         details, trailers = await refused(h.generate.GenerateOnce(request()))
         assert details == "2 calls run at this router, of 2"
         assert 1000 <= int(trailers["retry-after-ms"]) <= 1500
+        assert h.router.metrics.codes == {"RESOURCE_EXHAUSTED": 1}
         check = health_pb2_grpc.HealthStub(h.channel).Check(health_pb2.HealthCheckRequest())
         assert (await check).status == health_pb2.HealthCheckResponse.SERVING
         h.prefill().release()

@@ -516,6 +516,7 @@ async def test_what_is_refused_under_load_says_when_to_come_again() -> None:
         assert answer.status_code == 429
         assert answer.json()["error"]["message"] == "1 calls run at this router, of 1"
         assert 1 <= int(answer.headers["retry-after"]) <= 2
+        assert h.harness.router.metrics.codes == {"RESOURCE_EXHAUSTED": 1}
         assert (await h.raw.get("/health")).status_code == 200
         h.harness.prefill().release()
         assert (await held)[0] == 200
