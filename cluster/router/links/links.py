@@ -57,12 +57,14 @@ class WorkerLinks:
 
     def set_workers(self, workers: Iterable[WorkerEndpoint]) -> None:
         wanted = {worker.name: worker for worker in workers}
+        losses = {name: link.losses for name, link in self._links.items()}  # of a name: who comes back has another port
         for name, link in list(self._links.items()):
             if wanted.get(name) != link.worker:
                 self._send_away(link)
         for name, worker in wanted.items():
             if name not in self._links:
                 self._links[name] = self._open(worker)
+                self._links[name].losses = losses.get(name, 0)
             self._links[name].worker = worker
 
     async def close(self) -> None:

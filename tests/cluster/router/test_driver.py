@@ -639,6 +639,18 @@ async def test_the_status_tells_what_the_deployment_has_against_a_worker() -> No
         assert status.reason == "it died once; the last time: no memory"
 
 
+async def test_a_worker_that_comes_back_at_another_port_has_been_lost_as_often() -> None:
+    """By that an alert tells who dies again and again."""
+    async with serving(1, 1) as h:
+        for losses in (1, 2):
+            await h.decode().kill()
+            await h.until(lambda: h.router.workers()[-1][0].state == "lost")
+            h.decode().port = 0
+            h.server.set_workers([h.prefill().endpoint, await h.decode().start()])
+            await h.ready()
+            assert {w.name: w.losses for w in (await h.status()).workers} == {"prefill-0": 0, "decode-0": losses}
+
+
 async def test_a_worker_with_another_model_is_refused_with_both_named() -> None:
     async with serving(1, 1) as h:
         other = FakeDecodeWorker(name="decode-1", fingerprint="f2")
