@@ -28,7 +28,7 @@ from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
 from engine.state import mixers
 from engine.types import InvalidRequest, LengthRope, ModelInfo, SamplingParams
-from engine.weights import experts, int8, quantised, ropes
+from engine.weights import experts, int8, quantised, ropes, unread
 from engine.weights.config import ServedConfig, first_sentence
 from engine.weights.files import why_unreadable
 from engine.weights.fp8_blocks import whole_blocks
@@ -86,6 +86,7 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
         raise UnsupportedModel(
             f"model {model!r} lacks {len(missing)} of its weights, first {missing[0]}; give a complete checkpoint"
         )
+    unread.check(model, loaded, report["unexpected_keys"], method)
     quantised.widen(loaded, dtype)
     result: PreTrainedModel = loaded.eval().requires_grad_(False)
     mixers.adopt(result)
