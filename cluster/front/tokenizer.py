@@ -28,7 +28,7 @@ from cluster.front.options import FrontOptions
 from cluster.front.structured import Forms
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
-from engine.weights.files import has_tokenizer, why_not_there
+from engine.weights.files import has_tokenizer, why_damaged, why_not_there
 
 T = TypeVar("T")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # what tokenizer.json says is all there is
@@ -216,7 +216,8 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
         if "trust_remote_code" in str(error):
             mend = "put a tokenizer.json there, and take auto_map out of tokenizer_config.json"
             raise TokenizerError(f"the tokenizer of {model} has code of its own, which is not run; {mend}") from error
-        why = str(error).strip().split("\n", 1)[0]
+        path = Path(model) / "tokenizer.json"
+        why = (why_damaged(path) if path.exists() else "") or str(error).strip().split("\n", 1)[0]
         if "pip install tiktoken" in why:  # what transformers tries last, where SentencePiece is what is missing
             why = (
                 "it has no tokenizer.json, and tokenizer.model is read by sentencepiece or tiktoken, whichever wrote "

@@ -58,20 +58,35 @@ def why_unreadable(directory: Path) -> str:
     files = _loaded_from(directory)
     if not files and (but := _but(directory)):
         return f"it has no weights ({', '.join(WEIGHTS)}){but}; give a checkpoint in safetensors"
-    for path in [*(directory / name for name in INDEXES if (directory / name).exists()), *files]:
-        try:
-            if _is_pointer(path):
-                return f"{path.name} is a Git LFS pointer; fetch what it stands for, with `git lfs pull`"
-            if path.suffix == ".json":
-                json.loads(path.read_text())
-            if path.suffix == ".safetensors":
-                with safe_open(str(path), framework="numpy"):
-                    pass
-        except OSError as error:
-            return f"{path.name} cannot be read: {error.strerror or error}"
-        except (SafetensorError, ValueError) as error:
-            return f"{path.name} is damaged or cut short ({error}); copy it anew"
+    indexes = [path for name in INDEXES if (path := directory / name).exists()]
+    return next((why for path in [*indexes, *files] if (why := why_damaged(path))), "")
+
+
+def why_damaged(path: Path) -> str:
+    """Of a file of weights, an index of them or a tokenizer.json: with its name, why it cannot be what it should be;
+    nothing where it may be."""
+    try:
+        if _is_pointer(path):
+            return f"{path.name} is a Git LFS pointer; fetch what it stands for, with `git lfs pull`"
+        told = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
+        if not isinstance(told, dict) or (path.name in INDEXES and not _is_index(told)):
+            wanted = '{"metadata": {...}, "weight_map": {WEIGHT: FILE, ...}}' if path.name in INDEXES else "object"
+            return f"{path.name} holds no {wanted}; copy it anew"
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="numpy"):
+                pass
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror or error}"
+    except (SafetensorError, ValueError) as error:
+        return f"{path.name} is damaged or cut short ({error}); copy it anew"
     return ""
+
+
+def _is_index(told: dict[str, object]) -> bool:
+    """As transformers reads it, which wants its metadata, too."""
+    shards = told.get("weight_map")
+    names = list(shards.values()) if isinstance(shards, dict) else []
+    return isinstance(told.get("metadata"), dict) and bool(names) and all(isinstance(name, str) for name in names)
 
 
 def whole_numbers(directory: Path) -> Iterator[str]:

@@ -127,6 +127,14 @@ def test_what_is_there_in_place_of_weights_is_named(name: str, why: str, llama: 
         load(str(tmp_path))
 
 
+@pytest.mark.parametrize("told", [[], {"weight_map": {"a": "b"}}, {"metadata": None, "weight_map": {"a": "b"}}])
+def test_an_index_that_transformers_stumbles_at_is_named(told: object, llama: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(told))
+    with pytest.raises(UnsupportedModel, match=r'be loaded: model\.safetensors\.index\.json holds no {"metadata": {.*'):
+        load(str(tmp_path))
+
+
 def test_an_adapter_beside_weights_is_not_added_to_them(llama: str, tmp_path: Path) -> None:
     """By transformers it is where peft is installed, also to weights that it was merged in."""
     shutil.copytree(llama, tmp_path, dirs_exist_ok=True)

@@ -212,10 +212,19 @@ def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"model": 3}'])
-def test_a_broken_tokenizer_is_one_sentence(directory: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("", r"tokenizer\.json is damaged or cut short \(.*\); copy it anew"),
+        ("{", r"tokenizer\.json is damaged or cut short \(.*\); copy it anew"),
+        ("[]", r"tokenizer\.json holds no object; copy it anew"),
+        ("version https://git-lfs.github.com/spec/v1\n", r"tokenizer\.json is a Git LFS pointer; fetch what it stands"),
+        ('{"model": 3}', "cannot be loaded"),
+    ],
+)
+def test_a_broken_tokenizer_is_one_sentence(directory: Path, content: str, why: str) -> None:
     (directory / "tokenizer.json").write_text(content)
-    with pytest.raises(TokenizerError) as error:
+    with pytest.raises(TokenizerError, match=why) as error:
         load_codec(str(directory))
     assert str(directory) in str(error.value)
     assert "\n" not in str(error.value)
