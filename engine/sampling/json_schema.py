@@ -12,6 +12,7 @@ from decimal import ROUND_CEILING, Decimal
 from typing import Any, NoReturn, TypeGuard
 from urllib.parse import unquote
 
+from engine.sampling.endless import has_an_end
 from engine.types import InvalidRequest
 
 LARGEST = 2**53 - 1  # a double holds it and all whole numbers below
@@ -33,13 +34,17 @@ WITHIN = ("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", 
 
 def checked(schema: dict[str, Any], at: str = "structured.json_schema") -> dict[str, Any]:
     """The same one, changed in place. Raises InvalidRequest."""
-    for place, part in _Parts(schema).each(at):
+    parts = _Parts(schema)
+    each = list(parts.each(at))
+    for place, part in each:
         _check_numbers(part, place)
         _narrow(part, place)
         _make_inclusive(part, "minimum", "exclusiveMinimum", 1)
         _make_inclusive(part, "maximum", "exclusiveMaximum", -1)
         if isinstance(name := part.get("format"), str) and name not in FORMATS:
             del part["format"]
+    if not has_an_end(schema, (part for _, part in each), parts.named):
+        raise InvalidRequest(f"{at} cannot be kept: no text has this form; give a rule or reference that ends")
     return schema
 
 
@@ -74,6 +79,10 @@ class _Parts:
                 yield from self._within(held, f"{place}.{key}")
             elif key == "$ref" and isinstance(held, str) and held.startswith("#/"):
                 self._named.append((f"{place}.$ref", held[2:]))
+
+    def named(self, reference: str) -> Any:
+        """By a `$ref`; None: nothing."""
+        return self._root if reference == "#" else self._at(reference[2:]) if reference.startswith("#/") else None
 
     def _at(self, pointer: str) -> Any:
         """What a JSON pointer names (RFC 6901); None: nothing."""
