@@ -60,27 +60,32 @@ class Forms:
         self._vocabulary: Any = None
         self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forms")
-        self._num_waiting = 0
+        self._reading: dict[tuple[str, str], asyncio.Future[str]] = {}
 
     async def grammar(self, structured: generate_pb2.StructuredOutput, model: generate_pb2.GetModelInfoResponse) -> str:
         """Takes up to some 100 ms, the first time a second, in a thread which nothing else waits for. Raises
         InvalidRequest, RequestFailed where too many wait."""
         asked = form_of(structured)
         if (known := self._known.get(asked)) is None:
-            if self._num_waiting >= MAX_WAITING:
-                why = f"{self._num_waiting} forms of answers wait to be read, of {MAX_WAITING}"
-                raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=RETRY_AFTER_S)
-            self._num_waiting += 1
-            future = asyncio.get_running_loop().run_in_executor(self._thread, partial(self._checked, *asked, model))
-            future.add_done_callback(self._on_done)
-            known = self._known[asked] = await asyncio.shield(future)
+            reading = self._reading.get(asked) or self._read(asked, model)
+            known = self._known[asked] = await asyncio.shield(reading)
             if len(self._known) > NUM_KNOWN:
                 self._known.popitem(last=False)
         self._known.move_to_end(asked)
         return known
 
-    def _on_done(self, future: asyncio.Future[str]) -> None:
-        self._num_waiting -= 1
+    def _read(self, asked: tuple[str, str], model: generate_pb2.GetModelInfoResponse) -> asyncio.Future[str]:
+        """Once for all that ask for it meanwhile."""
+        if len(self._reading) >= MAX_WAITING:
+            why = f"{len(self._reading)} forms of answers wait to be read, of {MAX_WAITING}"
+            raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, why, retry_after_s=RETRY_AFTER_S)
+        future = asyncio.get_running_loop().run_in_executor(self._thread, partial(self._checked, *asked, model))
+        self._reading[asked] = future
+        future.add_done_callback(partial(self._on_done, asked))
+        return future
+
+    def _on_done(self, asked: tuple[str, str], future: asyncio.Future[str]) -> None:
+        del self._reading[asked]
         if not future.cancelled():
             future.exception()  # is heard by now: who has left does not ask
 
