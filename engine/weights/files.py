@@ -98,6 +98,19 @@ def whole_numbers(directory: Path) -> Iterator[str]:
                 yield from (name for name in names if WHOLE.fullmatch(file.get_slice(name).get_dtype()))
 
 
+def held_twice(directory: Path) -> str:
+    """A weight that two of its safetensors hold, and which; nothing where each is in one. The loader takes either."""
+    holders: dict[str, str] = {}
+    for path in _loaded_from(directory):
+        if path.suffix == ".safetensors":
+            with safe_open(str(path), framework="numpy") as file:
+                names = sorted(file.keys())
+            if twice := [name for name in names if name in holders]:
+                return f"{twice[0]} in {holders[twice[0]]} and in {path.name}"
+            holders |= dict.fromkeys(names, path.name)
+    return ""
+
+
 def _loaded_from(directory: Path) -> list[Path]:
     whole = directory / "model.safetensors"
     names = [whole.name] if whole.exists() else [*_shards(directory)] or ["pytorch_model.bin"]

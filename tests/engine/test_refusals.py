@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
 from engine.errors import UnsupportedModel
@@ -104,6 +105,16 @@ def test_of_shards_the_one_that_is_cut_short_is_named(llama: str, tmp_path: Path
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UnsupportedModel, match=f"cannot be loaded: {shard.name} is damaged or cut short"):
+        load(str(tmp_path))
+
+
+def test_a_weight_that_two_shards_hold_is_named(llama: str, tmp_path: Path) -> None:
+    """transformers takes that of the last one, whatever the index says."""
+    transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path, max_shard_size="100KB")
+    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
+    name, weight = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: weight + 1}, second, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=rf"has {name} in {first.name} and in {second.name}; give each weight"):
         load(str(tmp_path))
 
 
