@@ -171,6 +171,7 @@ class Generation:
             account=self.allowances.of(CALLER.get()),
             usual_kept=served.router.policy.options.kept_tokens,
             most_tokens=served.router.policy.workers.decode.most_tokens,
+            page_size=served.router.policy.workers.decode.page_size,
         )
         _raise_refused(self.allowances.take_prompt(checked.new.owner, len(checked.new.prompt_ids), self._clock()))
         return checked

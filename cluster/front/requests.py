@@ -60,12 +60,13 @@ async def check_request(
     account: Account = NO_LIMITS,
     usual_kept: Mapping[str, int] = MappingProxyType({}),
     most_tokens: int = 0,
+    page_size: int = 1,
 ) -> CheckedRequest:
     """Everything checked, the prompt tokenised, an id and a seed given where the client gave none.
 
     `admit` is asked with the id and the number of choices before the prompt is tokenised, and raises RequestFailed when
     the caller gets nothing now. `usual_kept`: the KvPolicy of requests that give none. `most_tokens`: of prompt and
-    answer, whose KV any worker can hold; 0: not known.
+    answer, whose KV any worker can hold, in pages of `page_size`; 0: not known.
     """
     adapter = adapters.asked(request.model, request.adapter)
     request_id = checked_id(request.request_id)
@@ -91,7 +92,7 @@ async def check_request(
         params = replace(params, grammar=await _within(limits, codec.forms.grammar(form, model)))
     prompt_ids = await _prompt_ids(request, model, codec, limits)
     _check_scores(params.prompt_logprobs, len(prompt_ids))
-    room = _room(len(prompt_ids), params, model.max_model_len, most_tokens if kept is None else 0)
+    room = _room(len(prompt_ids), params, model.max_model_len, most_tokens if kept is None else 0, page_size)
     if params.max_tokens > room:
         params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
     new = NewRequest(
@@ -115,13 +116,16 @@ async def check_request(
     return CheckedRequest(new=new, params=params)
 
 
-def _room(prompt_len: int, params: SamplingParams, max_model_len: int, most_tokens: int) -> int:
-    """For its answer; `most_tokens`: as of `check_request`."""
+def _room(prompt_len: int, params: SamplingParams, max_model_len: int, most_tokens: int, page_size: int) -> int:
+    """For its answer; `most_tokens`, `page_size`: as of `check_request`. Beams share the pages that are full when their
+    search begins, behind all but the last token of the prompt."""
     room = max_model_len - prompt_len
     if params.max_tokens != AS_MANY_AS_FIT or most_tokens <= prompt_len:
         return room
     beams = params.beam_search.num_beams if params.beam_search is not None else 1
-    return min(room, max(1, (most_tokens - prompt_len) // beams))
+    shared = (prompt_len - 1) // page_size
+    pages = (most_tokens // page_size + (beams - 1) * shared) // beams  # of each, those that are shared among them
+    return min(room, max(1, pages * page_size - prompt_len))
 
 
 def _completed(given: generate_pb2.SamplingParams, usual: generate_pb2.SamplingParams) -> generate_pb2.SamplingParams:

@@ -35,7 +35,7 @@ class DecodeCandidates:
         self._changed: dict[str, None] = {}
         self._pages_changed: dict[str, None] = {}  # likewise, where only these are ranked
         self._token_changed: dict[str, None] = {}
-        self._page_size = 1  # the largest
+        self.page_size = 1  # the largest
         self._most_beyond = 0  # pages
 
     def set_overcommit(self, overcommit: float) -> None:
@@ -57,7 +57,7 @@ class DecodeCandidates:
         accounts = self.accounts.values()
         # of one that is away for a moment, too: of what comes meanwhile as much is asked as will fit
         self.most_tokens = max([a.view.total_pages * a.view.page_size for a in accounts], default=self.most_tokens)
-        self._page_size = max([a.view.page_size for a in accounts], default=1)
+        self.page_size = max([a.view.page_size for a in accounts], default=self.page_size)
         self._most_beyond = max([self._beyond(a) for a in accounts], default=0)
         self._changed[changed] = None
 
@@ -144,7 +144,7 @@ class DecodeCandidates:
         at_first = self.accounts.get(first)
         if at_first is not None and first not in shunned and self.has_room(at_first, shape):
             return at_first
-        least = pages_for(shape.held_len(shape.prompt_len + 1), self._page_size)
+        least = pages_for(shape.held_len(shape.prompt_len + 1), self.page_size)
         best = self._first(shape, self._by_batch.keys[:NEXT], 0, shunned)
         best = best or self._first(shape, self._roomy(least), 0, shunned) or self._first_beyond(shape, least, shunned)
         if best is not None:
