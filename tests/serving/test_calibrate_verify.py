@@ -154,6 +154,8 @@ def check_verified(found: dict[str, Any]) -> None:
         (("calibrate", "--repeats", "0"), "--repeats is 0"),
         (("calibrate", "--minutes", "-1"), "--minutes is -1"),
         (("calibrate", "--out", "/nowhere/profile.json"), "--out is /nowhere/profile.json"),
+        (("calibrate", "--correct", "PLAN"), "cannot be read"),
+        (("calibrate", "--correct", "EMPTY"), "format is not"),
     ],
 )
 def test_what_is_typed_wrong_is_one_sentence(

@@ -29,7 +29,7 @@ from kvrelay.cli.console import FAILURE, USAGE, CliError, JsonOption, NoProgress
 from kvrelay.cli.groups import grouped
 from kvrelay.cli.progress import OnProgress, progress
 from kvrelay.replan.replanner import added
-from placement.latency.profile import Profile
+from placement.latency.profile import Profile, ProfileError
 from placement.latency.profile_file import profile_object, read_profile, write_profile
 
 HELP = """Measure a running cluster: how long prefill, decode and handoff take.
@@ -82,7 +82,7 @@ def calibrate_command(
     no_progress: NoProgressOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    ended = exit_codes(as_json, interrupted="interrupted; nothing was written")
+    ended = exit_codes(as_json, wrong=(ProfileError,), interrupted="interrupted; nothing was written")
     with ended, refusals(as_json):
         effort = _effort(QUICK if quick else USUAL, repeats, minutes)
         if correct is not None:
