@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.catalogs.base import PlanError
+from placement.whole_file import write_whole
 
 FORMAT = "kvrelay-margin"
 VERSION = 1
@@ -89,10 +90,11 @@ def load_margin(path: Path) -> Margin:
 
 
 def save_margin(margin: Margin, path: Path) -> None:
-    """With the sums that a person wants to see; they are computed again when it is read."""
+    """With the sums that a person wants to see; they are computed again when it is read. Raises OSError, and leaves the
+    file as it was."""
     values = {"error": margin.error, "ttft": margin.ttft, "tpot": margin.tpot, "attainment": margin.attainment}
     data = {"format": FORMAT, "version": VERSION, **values, "runs": [asdict(run) for run in margin.runs]}
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(data, indent=1) + "\n")
 
 
 def _run(row: Any, where: str) -> MarginRun:

@@ -25,6 +25,7 @@ from placement.latency.profile import (
     TransferPoint,
 )
 from placement.latency.under_load import LoadRun, PhaseUnderLoad, UnderLoad
+from placement.whole_file import write_whole
 
 FORMAT = "kvrelay-profile"
 VERSION = 1
@@ -46,7 +47,8 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    path.write_text(json.dumps(profile_object(profile), indent=1) + "\n", encoding="utf-8")
+    """Raises OSError, and leaves the file as it was."""
+    write_whole(path, json.dumps(profile_object(profile), indent=1) + "\n")
 
 
 def profile_object(profile: Profile) -> dict[str, Any]:

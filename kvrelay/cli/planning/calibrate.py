@@ -127,7 +127,7 @@ def _measure(router: Router, out: Path, effort: Effort, seed: int, *, show: bool
         raise CliError(str(error), FAILURE) from None
     load = {"load_average_before": round(before, 2), "load_average_after": round(os.getloadavg()[0], 2)}
     profile = replace(profile, notes={**profile.notes, **load}, name=out.name)
-    write_profile(profile, out)
+    _write(profile, out)
     return profile
 
 
@@ -143,8 +143,15 @@ def _correct(router: Router, path: Path, out: Path) -> Profile:
         profile = replace(corrected_by(known, load), name=out.name)
     except CalibrationError as error:
         raise CliError(str(error), FAILURE) from None
-    write_profile(profile, out)
+    _write(profile, out)
     return profile
+
+
+def _write(profile: Profile, out: Path) -> None:
+    try:
+        write_profile(profile, out)
+    except OSError as error:
+        raise CliError(f"--out is {out}, which cannot be written ({error.strerror}); give another", FAILURE) from None
 
 
 def _check_writable(out: Path) -> None:
