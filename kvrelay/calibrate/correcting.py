@@ -28,12 +28,8 @@ def check_measured(profile: Profile, model: ServedModel, status: ClusterStatus) 
             f"this cluster serves {' and '.join(status.models)}, and a profile is of one model; correct it where that "
             "is served alone"
         )
-    known = str(profile.model.get("fingerprint", ""))
-    if known and model.fingerprint not in ("", known):
-        raise CalibrationError(
-            f"{profile.name} is of {profile.model.get('name')} ({known}), and this cluster serves {model.name} "
-            f"({model.fingerprint}); calibrate this one"
-        )
+    if other := why_other_model(profile, model):
+        raise CalibrationError(other)
     for role, facts in (("prefill", profile.prefill_pool), ("decode", profile.decode_pool)):
         workers = [worker for worker in status.workers if worker.role == role]
         if len(workers) != facts.count:
@@ -41,6 +37,17 @@ def check_measured(profile: Profile, model: ServedModel, status: ClusterStatus) 
                 f"{profile.name} is of {facts.count} {role} workers, and this cluster has {len(workers)}; "
                 "calibrate this one"
             )
+
+
+def why_other_model(profile: Profile, model: ServedModel) -> str:
+    """Empty: the profile is of the model that is served, as far as both tell."""
+    known = str(profile.model.get("fingerprint", ""))
+    if not known or model.fingerprint in ("", known):
+        return ""
+    return (
+        f"{profile.name} is of {profile.model.get('name')} ({known}), and this cluster serves {model.name} "
+        f"({model.fingerprint}); calibrate this one"
+    )
 
 
 def corrected_by(profile: Profile, requests: Iterable[EndedRequest]) -> Profile:

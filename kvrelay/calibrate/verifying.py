@@ -24,8 +24,9 @@ from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import run
 from kvrelay.bench.workload import timed_workload
+from kvrelay.calibrate.correcting import why_other_model
 from kvrelay.client.access import FOUND, Access
-from kvrelay.client.types import ClusterStatus
+from kvrelay.client.types import ClusterStatus, ServedModel
 from kvrelay.plan.reading import request_of
 from placement.build.from_profile import sim_cluster
 from placement.catalogs.base import PlanError
@@ -43,13 +44,14 @@ AT_A_RATE: dict[str, Any] = {"num_prompts": 1000, "trace_timestamps": False}  # 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
     """What is verified: a cluster as it is simulated, what is sent, and how wrong the times may be. `source`: the file
-    that predicts, for the margin."""
+    that predicts, for the margin; `profile`: what its times are from, where they were measured."""
 
     cluster: SimCluster
     workload: WorkloadOptions
     slo: Slo
     source: str
     doubt: Doubt = field(default_factory=Doubt)
+    profile: Profile | None = None
 
 
 def foretell(claim: Claim) -> Prediction:
@@ -114,7 +116,8 @@ def of_profile_values(profile: Profile, workload: WorkloadOptions, slo: Slo, sou
 
 
 def _calibrated(profile: Profile, cluster: SimCluster, workload: WorkloadOptions, slo: Slo, source: str) -> Claim:
-    return Claim(cluster=cluster, workload=workload, slo=slo, source=source, doubt=doubt_of(profile))
+    doubt = doubt_of(profile)
+    return Claim(cluster=cluster, workload=workload, slo=slo, source=source, doubt=doubt, profile=profile)
 
 
 def doubt_of(profile: Profile) -> Doubt:
@@ -153,9 +156,9 @@ def of_plan(path: Path, changed: Mapping[str, Any], targets_s: Mapping[str, floa
         profile = read_profile(request.profile[0])
         return _calibrated(profile, sim_cluster(profile, *counts), workload, slo, path.name)
     cluster, share = _by_catalog(request, candidate)
-    client_s = read_profile(request.profile[0]).client_s if request.profile else 0.0
-    doubt = Doubt(prefill=share, decode=share, client_s=client_s)
-    return Claim(cluster=cluster, workload=workload, slo=slo, source=path.name, doubt=doubt)
+    measured = read_profile(request.profile[0]) if request.profile else None  # all are of one model
+    doubt = Doubt(prefill=share, decode=share, client_s=measured.client_s if measured else 0.0)
+    return Claim(cluster=cluster, workload=workload, slo=slo, source=path.name, doubt=doubt, profile=measured)
 
 
 def _read_plan(path: Path) -> Mapping[str, Any]:
@@ -200,8 +203,10 @@ def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
     return system.cluster, max(offer_of(pool.degrees, within_node).error for pool in candidate.pools)
 
 
-def check_alike(claim: Claim, status: ClusterStatus) -> None:
+def check_alike(claim: Claim, status: ClusterStatus, model: ServedModel) -> None:
     """Raises PlanError: the cluster that runs is not the one that is predicted."""
+    if claim.profile is not None and (other := why_other_model(claim.profile, model)):
+        raise PlanError(other)
     for role in SIMULATED:
         wanted = sum(worker.role == role for worker in claim.cluster.workers)
         ready = sum(worker.role == role and worker.state == "ready" for worker in status.workers)

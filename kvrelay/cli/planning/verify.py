@@ -154,7 +154,7 @@ def _verified(claim: verifying.Claim, router: Router, repeats: int, *, show: boo
 
 async def _check_alike(claim: verifying.Claim, router: Router) -> None:
     async with router.async_client() as client:
-        verifying.check_alike(claim, await client.status())
+        verifying.check_alike(claim, await client.status(), await client.model_info())
 
 
 def _save(kept: Margin, path: Path) -> None:

@@ -15,7 +15,7 @@ from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.bench.workload import timed_shapes, timed_workload
 from kvrelay.calibrate import verifying
-from kvrelay.client.types import ClusterStatus, Timeline, WorkerState
+from kvrelay.client.types import ClusterStatus, ServedModel, Timeline, WorkerState
 from kvrelay.plan.catalogs import catalogs
 from kvrelay.plan.folder import plan_object
 from kvrelay.plan.planning import asked, machines_of
@@ -125,9 +125,35 @@ def test_another_cluster_than_the_plan_s_is_refused(tmp_path: Path) -> None:
     write_profile(profile(), tmp_path / "profile.json")
     request = PlanRequest(profile=(tmp_path / "profile.json",), num_gpus=3, **WORKLOAD)
     claim = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
-    verifying.check_alike(claim, status("prefill", "decode", "decode"))
+    verifying.check_alike(claim, status("prefill", "decode", "decode"), served("f1"))
     with pytest.raises(PlanError, match="is for 2 decode workers, and 1 are ready"):
-        verifying.check_alike(claim, status("prefill", "decode"))
+        verifying.check_alike(claim, status("prefill", "decode"), served("f1"))
+
+
+def test_another_model_than_the_profile_s_is_refused(tmp_path: Path) -> None:
+    """Or the margin of one would be kept for the other."""
+    write_profile(profile(model={"name": "a-model", "fingerprint": "f1"}), tmp_path / "profile.json")
+    request = PlanRequest(profile=(tmp_path / "profile.json",), num_gpus=3, **WORKLOAD)
+    of_pairs = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
+    both = plan_file(tmp_path, replace(one_to_two(), chosen=goodput(together(1, 2), 2.5)), request)
+    of_mixed = verifying.of_plan(both, {})
+    for claim, roles in ((of_pairs, ("prefill", "decode", "decode")), (of_mixed, ("mixed", "mixed"))):
+        verifying.check_alike(claim, status(*roles), served("f1"))
+        with pytest.raises(PlanError, match=r"profile\.json is of a-model \(f1\), and this cluster serves b-model"):
+            verifying.check_alike(claim, status(*roles), served("f2"))
+
+
+def served(fingerprint: str) -> ServedModel:
+    return ServedModel(
+        name="b-model",
+        architecture="",
+        dtype="",
+        vocab_size=1,
+        max_model_len=1,
+        num_params=1,
+        eos_token_ids=(),
+        fingerprint=fingerprint,
+    )
 
 
 def status(*roles: str) -> ClusterStatus:
