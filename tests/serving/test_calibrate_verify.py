@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from kvrelay.calibrate.loading import BUSY, MOST_REQUESTS
 from placement.build.from_profile import sim_cluster
 from placement.checks.margin import load_margin
 from placement.latency.profile import Profile
-from placement.latency.profile_file import read_profile
+from placement.latency.profile_file import read_profile, write_profile
 from prefill_worker.options import PrefillOptions
+from tests.placement.latency.test_profile import profile
 from tests.serving.conftest import ModelDir
 
 MAX_LEN = 192
+VERIFYING = ("verify", "--profile", "GOOD", "--request-rate", "1", "--random-input-len", "9")
 LIMITS: dict[str, Any] = {"max_batch_tokens": 64, "pack_tokens": 32, "max_batch_size": 4}
 
 
@@ -151,6 +154,7 @@ def check_verified(found: dict[str, Any]) -> None:
         (("verify", "EMPTY"), "is no plan of this version"),
         (("verify", "EMPTY", "--profile", "EMPTY"), "do not go together"),
         (("verify", "--profile", "EMPTY", "--ttft", "soon"), "--ttft is 'soon'"),
+        ((*VERIFYING, "--margin", "/nowhere/margin.json"), "--margin is /nowhere/margin.json, where no file"),
         (("calibrate", "--repeats", "0"), "--repeats is 0"),
         (("calibrate", "--minutes", "-1"), "--minutes is -1"),
         (("calibrate", "--out", "/nowhere/profile.json"), "--out is /nowhere/profile.json"),
@@ -166,7 +170,8 @@ def test_what_is_typed_wrong_is_one_sentence(
     from kvrelay.cli import main as cli
 
     (tmp_path / "empty.json").write_text("{}")
-    names = {"EMPTY": str(tmp_path / "empty.json"), "PLAN": str(tmp_path / "plan.json")}
+    write_profile(profile(), tmp_path / "good.json")
+    names = {key: str(tmp_path / f"{key.lower()}.json") for key in ("EMPTY", "GOOD", "PLAN")}
     cli._register()
     command: Any = typer.main.get_command(cli.app)
     with pytest.raises(SystemExit) as ended:
@@ -178,11 +183,6 @@ def test_what_is_typed_wrong_is_one_sentence(
 
 
 async def test_a_cluster_of_another_size_is_not_verified(model_dir: ModelDir, tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from placement.latency.profile_file import write_profile
-    from tests.placement.latency.test_profile import profile
-
     made = profile()
     write_profile(replace(made, decode_pool=replace(made.decode_pool, count=3)), tmp_path / "profile.json")
     async with cluster(model_dir("llama")) as served:

@@ -27,6 +27,7 @@ from kvrelay.calibrate.tables import profile_tables
 from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import FAILURE, USAGE, CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
 from kvrelay.cli.groups import grouped
+from kvrelay.cli.planning.written import check_writable
 from kvrelay.cli.progress import OnProgress, progress
 from kvrelay.replan.replanner import added
 from placement.latency.profile import Profile, ProfileError
@@ -118,7 +119,7 @@ def _seed(seed: int | None) -> int:
 
 
 def _measure(router: Router, out: Path, effort: Effort, seed: int, *, show: bool) -> Profile:
-    _check_writable(out)
+    check_writable("--out", out)
     before = os.getloadavg()[0]
     try:
         with progress(show=show) as on_progress:
@@ -133,7 +134,7 @@ def _measure(router: Router, out: Path, effort: Effort, seed: int, *, show: bool
 
 def _correct(router: Router, path: Path, out: Path) -> Profile:
     """With what was served since the cluster began, as far as its routers keep it."""
-    _check_writable(out)
+    check_writable("--out", out)
     known = read_profile(path)
     try:
         with ExitStack() as stack:
@@ -152,13 +153,6 @@ def _write(profile: Profile, out: Path) -> None:
         write_profile(profile, out)
     except OSError as error:
         raise CliError(f"--out is {out}, which cannot be written ({error.strerror}); give another", FAILURE) from None
-
-
-def _check_writable(out: Path) -> None:
-    """Before minutes are spent."""
-    folder = out.parent
-    if out.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CliError(f"--out is {out}, where no file can be written; give another", USAGE)
 
 
 async def _calibrate(router: Router, effort: Effort, seed: int, on_progress: OnProgress) -> Profile:

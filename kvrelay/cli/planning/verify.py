@@ -24,6 +24,7 @@ from kvrelay.cli.connection import Router, refusals
 from kvrelay.cli.console import USAGE, CliError, JsonOption, NoProgressOption, exit_codes, print_json
 from kvrelay.cli.groups import Flags, grouped
 from kvrelay.cli.planning.targets import Targets
+from kvrelay.cli.planning.written import check_writable
 from kvrelay.cli.progress import answered_progress, progress
 from placement.catalogs.base import PlanError
 from placement.checks.margin import Margin, load_margin, save_margin
@@ -89,6 +90,7 @@ def verify(
     with ended, refusals(as_json):
         claim = _claim_of(plan, profile, changed, targets.given_s())
         path = margin or (plan or profile or Path()).with_name("margin.json")
+        check_writable("--margin", path)
         kept = load_margin(path) if path.exists() else Margin()
         found = _verified(claim, router, _at_least_1(repeats), show=not no_progress)
         failed = sum(each.failed for each in found)
