@@ -28,7 +28,7 @@ from cluster.front.options import FrontOptions
 from cluster.front.structured import Forms
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
-from engine.weights.files import has_tokenizer, why_damaged, why_not_there
+from engine.weights.files import file_of, has_tokenizer, why_damaged, why_not_there
 
 T = TypeVar("T")
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # what tokenizer.json says is all there is
@@ -205,7 +205,7 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
     """The tokenizer of a model directory or of a name on the hub. Raises TokenizerError."""
     if why := why_not_there(model):
         raise TokenizerError(why)
-    config = _tokenizer_config(Path(model))
+    config = _tokenizer_config(model)
     if config is None:
         raise TokenizerError(f"{model} has no tokenizer.json and no tokenizer_config.json; copy the model's own there")
     try:
@@ -216,8 +216,8 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
         if "trust_remote_code" in str(error):
             mend = "put a tokenizer.json there, and take auto_map out of tokenizer_config.json"
             raise TokenizerError(f"the tokenizer of {model} has code of its own, which is not run; {mend}") from error
-        path = Path(model) / "tokenizer.json"
-        why = (why_damaged(path) if path.exists() else "") or str(error).strip().split("\n", 1)[0]
+        path = file_of(model, "tokenizer.json")
+        why = (why_damaged(path) if path is not None else "") or str(error).strip().split("\n", 1)[0]
         if "pip install tiktoken" in why:  # what transformers tries last, where SentencePiece is what is missing
             why = (
                 "it has no tokenizer.json, and tokenizer.model is read by sentencepiece or tiktoken, whichever wrote "
@@ -226,12 +226,10 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
         raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {why}") from error
 
 
-def _tokenizer_config(directory: Path) -> Mapping[str, Any] | None:
-    """tokenizer_config.json, empty if there is only a tokenizer.json or the directory is none; None if it has none."""
-    if not directory.is_dir():
-        return {}
-    path = directory / "tokenizer_config.json"
-    if path.exists():
+def _tokenizer_config(model: str) -> Mapping[str, Any] | None:
+    """tokenizer_config.json, empty if there is only a tokenizer.json or the hub gives none; None of a directory that
+    has neither."""
+    if (path := file_of(model, "tokenizer_config.json", fetch=True)) is not None:
         try:
             loaded = json.loads(path.read_text())
         except ValueError as error:
@@ -239,11 +237,11 @@ def _tokenizer_config(directory: Path) -> Mapping[str, Any] | None:
         if not isinstance(loaded, dict):
             raise TokenizerError(f"{path} holds no JSON object; copy the model's own there")
         return loaded
-    return {} if has_tokenizer(directory) else None
+    return {} if has_tokenizer(Path(model)) or not Path(model).is_dir() else None
 
 
 def _load(model: str, config: Mapping[str, Any]) -> Any:
-    if config.get("tokenizer_class") in GENERIC_CLASSES and (Path(model) / "tokenizer.json").exists():
+    if config.get("tokenizer_class") in GENERIC_CLASSES and file_of(model, "tokenizer.json", fetch=True):
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(model)

@@ -18,7 +18,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
 from engine.types import LengthRope
-from engine.weights.files import why_not_there
+from engine.weights.files import file_of, why_not_there
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROPES_BY_LENGTH = ("dynamic", "longrope")
@@ -51,8 +51,7 @@ def load_config(model: str) -> Any:
         raise UnsupportedModel(why)
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
-    _check_no_adapter(model)
-    _check_generation_config(model)
+    check_beside(model)
     try:
         _check_quantization_config(model, PreTrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
@@ -77,9 +76,16 @@ def _check_quantization_config(model: str, config: dict[str, Any]) -> None:
             )
 
 
+def check_beside(model: str) -> None:
+    """What is beside config.json and the weights. Of a name on the hub it is there once it is loaded. Raises
+    UnsupportedModel."""
+    _check_no_adapter(model)
+    _check_generation_config(model)
+
+
 def _check_no_adapter(model: str) -> None:
     """transformers adds one to the weights where peft is installed, and else passes it over."""
-    if os.path.exists(os.path.join(model, "adapter_config.json")):
+    if file_of(model, "adapter_config.json") is not None:
         raise UnsupportedModel(
             f"model {model!r} has an adapter beside its weights (adapter_config.json), which may be merged in them "
             "already; move it elsewhere, and where it is not merged serve it by `kvrelay adapter add`"
@@ -88,12 +94,11 @@ def _check_no_adapter(model: str) -> None:
 
 def _check_generation_config(model: str) -> None:
     """transformers passes one over that it cannot read, and the sampling and EOS with it."""
-    path = os.path.join(model, "generation_config.json")
-    if not os.path.exists(path):
+    path = file_of(model, "generation_config.json")
+    if path is None:
         return
     try:
-        with open(path, encoding="utf-8") as file:
-            is_object = isinstance(json.load(file), dict)
+        is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
     except (OSError, ValueError):
         is_object = False
     if not is_object:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -30,6 +31,27 @@ def why_not_there(model: str) -> str:
     if os.path.isabs(model) and not os.path.exists(model):
         return f"model {model!r} is not there; give a Hugging Face model directory"
     return ""
+
+
+def file_of(model: str, name: str, *, fetch: bool = False) -> Path | None:
+    """One of its files, of a name on the hub as it was downloaded. `fetch`: or is now. None: it has none of that name,
+    or whoever loads it will tell why it cannot be had."""
+    if os.path.isdir(model):
+        path = Path(model) / name
+        return path if path.exists() else None
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    with suppress(Exception):  # whatever the hub's client raises
+        found = try_to_load_from_cache(model, name)
+        if isinstance(found, str) or fetch:
+            return Path(found if isinstance(found, str) else hf_hub_download(model, name))
+    return None
+
+
+def folder_of(model: str) -> Path:
+    """Where its files are."""
+    config = file_of(model, CONFIG)
+    return Path(model) if config is None else config.parent
 
 
 def why_incomplete(directory: Path) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +28,8 @@ from engine.errors import UnsupportedModel
 from engine.state import mixers
 from engine.types import InvalidRequest, LengthRope, ModelInfo, SamplingParams
 from engine.weights import experts, int8, quantised, ropes, unread
-from engine.weights.config import ServedConfig, first_sentence
-from engine.weights.files import held_twice, why_unreadable
+from engine.weights.config import ServedConfig, check_beside, first_sentence
+from engine.weights.files import folder_of, held_twice, why_unreadable
 from engine.weights.fp8_blocks import whole_blocks
 from engine.weights.mixed_schemes import each_by_its_own
 from engine.weights.stage import PassLeaves
@@ -72,9 +71,10 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
                 **placed,
             )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
-        why = quantised.why_not_converted(config, error) or why_unreadable(Path(model)) or first_sentence(error)
+        why = quantised.why_not_converted(config, error) or why_unreadable(folder_of(model)) or first_sentence(error)
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
-    if twice := held_twice(Path(model)):
+    check_beside(model)
+    if twice := held_twice(folder_of(model)):
         raise UnsupportedModel(f"model {model!r} has {twice}; give each weight in one file, that which its index names")
     quantised.check_read(model, loaded, report["unexpected_keys"], method)
     if mismatched := sorted(report["mismatched_keys"]):

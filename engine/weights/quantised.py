@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from engine.errors import UnsupportedModel
-from engine.weights.files import whole_numbers
+from engine.weights.files import folder_of, whole_numbers
 
 ADVISED = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")  # methods that docs/serving.md names
 WIDENED = ("awq", "bitsandbytes", "gptq")  # formats whose layers give their weights in full once they are loaded
@@ -94,7 +93,7 @@ def check_read(model: str, loaded: PreTrainedModel, unexpected: Collection[str],
             )
         if _is_of_a_weight(key, parameters, unexpected):
             _refuse(model, key, method)
-    for key in whole_numbers(Path(model)) if method is None else ():
+    for key in whole_numbers(folder_of(model)) if method is None else ():
         if key not in unexpected and (key in parameters or key.endswith(".weight")):
             _refuse(model, f"{key} in whole numbers", method)
 

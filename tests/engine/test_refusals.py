@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
@@ -108,14 +109,23 @@ def test_of_shards_the_one_that_is_cut_short_is_named(llama: str, tmp_path: Path
         load(str(tmp_path))
 
 
-def test_a_weight_that_two_shards_hold_is_named(llama: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_on_the_hub", [False, True])
+def test_a_weight_that_two_shards_hold_is_named(
+    is_on_the_hub: bool, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers takes that of the last one, whatever the index says."""
-    transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path, max_shard_size="100KB")
-    first, second = sorted(tmp_path.glob("*.safetensors"))[:2]
+    cached = tmp_path / "models--org--name"
+    directory = cached / "snapshots" / "1"
+    transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(directory, max_shard_size="100KB")
+    first, second = sorted(directory.glob("*.safetensors"))[:2]
     name, weight = next(iter(load_file(first).items()))
     save_file({**load_file(second), name: weight + 1}, second, {"format": "pt"})
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UnsupportedModel, match=rf"has {name} in {first.name} and in {second.name}; give each weight"):
-        load(str(tmp_path))
+        load("org/name" if is_on_the_hub else str(directory))
 
 
 @pytest.mark.parametrize(

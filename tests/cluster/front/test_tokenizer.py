@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import grpc
 import pytest
 import transformers
+from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -85,6 +87,22 @@ def test_a_generic_tokenizer_is_loaded_without_torch(directory: Path) -> None:
     if by_transformers == "True":  # 5.17 does, for GGUF files
         pytest.skip(f"PreTrainedTokenizerFast of transformers {transformers.__version__} imports torch itself")
     assert by_us == "False"
+
+
+async def test_of_a_name_on_the_hub_it_is_the_same(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers itself would take the tokenizer that is usual for the type of the model."""
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    cached = tmp_path / "hub" / "models--org--name"
+    shutil.copytree(directory, cached / "snapshots" / "1", ignore=shutil.ignore_patterns("hub"))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cached.parent))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    text = "hello world and more"
+    by_name, by_path = [await load_codec(model).encode(text, 512) for model in ("org/name", str(directory))]
+    assert by_name == by_path == [0, 2, 3, 1, 1]
 
 
 async def test_a_text_with_more_bytes_than_the_model_could_take_is_refused_untokenised(directory: Path) -> None:
