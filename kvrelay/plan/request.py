@@ -65,7 +65,9 @@ class PlanClass(Spec):
 class PlanRequest(Spec):
     """Its keys are the flags of `kvrelay plan`; those of the workload are WorkloadOptions' own."""
 
-    model: str | None = setting(None, "A model directory, or a name of configs/models.", min_length=1)
+    model: str | None = setting(
+        None, "A model directory, or a name of configs/models or the hub (if downloaded).", min_length=1
+    )
     hardware: Names | None = setting(None, "A file, or a name of configs/hardware; several with commas between them.")
     num_gpus: Count | None = setting(None, "Use so many GPUs at most; cores, with profiles of CPU workers.")
     rate: Above0 | None = setting(None, "Serve so many requests per second.")

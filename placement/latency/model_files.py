@@ -1,4 +1,5 @@
-"""Model files: a model directory, a config.json, or a name that ships with kvrelay, and the ModelShape it holds."""
+"""Model files: a model directory, a config.json, a name that ships with kvrelay or one of the hub that was downloaded,
+and the ModelShape it holds."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine.weights.files import file_of
 from engine.weights.near import did_you_mean
 from placement.catalogs.base import PlanError
 from placement.latency.model_config import shape_of
@@ -14,9 +16,11 @@ from placement.named_files import CONFIGS, named_file, names_of
 
 
 def load_shape(model: str | Path) -> ModelShape:
-    """Of a model directory, a config.json, or a name under configs/models. Raises PlanError."""
+    """Of a model directory, a config.json, a name under configs/models, or one of the hub that was downloaded. Raises
+    PlanError."""
     path = _find(str(model))
-    name = path.parent.name if path.name == "config.json" else path.stem
+    folder = path.parent if _is_path(str(model)) else Path(model)
+    name = folder.name if path.name == "config.json" else path.stem
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -36,7 +40,7 @@ def load_shape(model: str | Path) -> ModelShape:
 
 
 def shape_if_known(model: str) -> ModelShape | None:
-    """None where no config tells, as of a hub id."""
+    """None where no config tells, as of a hub id that was not downloaded."""
     try:
         return load_shape(model)
     except PlanError:
@@ -55,11 +59,15 @@ def loadable_name(model: str) -> str:
     except PlanError:
         return model
     if path.name == "config.json":
-        return str(path.parent.resolve())
+        return str(path.parent.resolve()) if _is_path(model) else model
     if path.parent != CONFIGS / "models":
         return model
     hub_id = json.loads(path.read_text(encoding="utf-8")).get("_name_or_path")
     return model if hub_id is None or "/" in model else str(hub_id)
+
+
+def _is_path(model: str) -> bool:
+    return Path(model).expanduser().exists()
 
 
 def _find(model: str) -> Path:
@@ -73,6 +81,8 @@ def _find(model: str) -> Path:
     shipped = named_file("models", path.name.removesuffix(".json"), ".json")
     if shipped is not None and not model.startswith((".", "/", "~")) and model.count("/") < 2:  # a name, or a hub id
         return shipped
+    if (downloaded := file_of(model, "config.json")) is not None:
+        return downloaded
     known = ", ".join(known_models())
     near = did_you_mean(model, known_models())
     raise PlanError(

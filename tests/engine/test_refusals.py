@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from engine.engine import Engine
@@ -19,6 +18,7 @@ from engine.errors import UnsupportedModel
 from engine.loading import parity
 from engine.options import EngineOptions
 from tests.engine.test_engine import save
+from tests.hub import as_downloaded
 from tests.zoo import make_tiny_model
 
 UNSUPPORTED = {
@@ -114,18 +114,14 @@ def test_a_weight_that_two_shards_hold_is_named(
     is_on_the_hub: bool, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers takes that of the last one, whatever the index says."""
-    cached = tmp_path / "models--org--name"
-    directory = cached / "snapshots" / "1"
+    directory = tmp_path / "model"
     transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(directory, max_shard_size="100KB")
     first, second = sorted(directory.glob("*.safetensors"))[:2]
     name, weight = next(iter(load_file(first).items()))
     save_file({**load_file(second), name: weight + 1}, second, {"format": "pt"})
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("1")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub = as_downloaded(directory, "org/name", tmp_path / "hub", monkeypatch)
     with pytest.raises(UnsupportedModel, match=rf"has {name} in {first.name} and in {second.name}; give each weight"):
-        load("org/name" if is_on_the_hub else str(directory))
+        load(hub if is_on_the_hub else str(directory))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import workers_of
 from engine.loading.ready_made import alike
 from engine.options import EngineOptions
-from engine.weights.files import weight_bytes
+from engine.weights.files import folder_of, weight_bytes, why_incomplete
 
 MAX_WEIGHT_BYTES = 4 << 30  # of a shared model: ten seconds to load, and Ray gives a worker a minute to come
 NODES = Path("/sys/devices/system/node")  # of memory
@@ -33,7 +32,8 @@ def _shared_engine(spec: ClusterSpec) -> dict[str, Any] | None:
 
 
 def _is_small(options: EngineOptions) -> bool:
-    """One process's, from a directory."""
-    if options.num_processes > 1 or options.speculative_model or not os.path.isdir(options.model):
+    """One process's, of files that are here."""
+    folder = folder_of(options.model)
+    if options.num_processes > 1 or options.speculative_model or why_incomplete(folder):
         return False
-    return weight_bytes(Path(options.model)) <= MAX_WEIGHT_BYTES
+    return weight_bytes(folder) <= MAX_WEIGHT_BYTES

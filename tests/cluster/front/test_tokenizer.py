@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 import grpc
 import pytest
 import transformers
-from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -25,6 +23,7 @@ from cluster.front.tokenizer import TextCodec, TokenizerError, load_codec
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 from kvrelay.v1 import generate_pb2
+from tests.hub import as_downloaded
 
 
 @pytest.fixture
@@ -90,18 +89,13 @@ def test_a_generic_tokenizer_is_loaded_without_torch(directory: Path) -> None:
 
 
 async def test_of_a_name_on_the_hub_it_is_the_same(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers itself would take the tokenizer that is usual for the type of the model."""
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    cached = tmp_path / "hub" / "models--org--name"
-    shutil.copytree(directory, cached / "snapshots" / "1", ignore=shutil.ignore_patterns("hub"))
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("1")
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cached.parent))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    name = as_downloaded(directory, "org/name", tmp_path_factory.mktemp("hub"), monkeypatch)
     text = "hello world and more"
-    by_name, by_path = [await load_codec(model).encode(text, 512) for model in ("org/name", str(directory))]
+    by_name, by_path = [await load_codec(model).encode(text, 512) for model in (name, str(directory))]
     assert by_name == by_path == [0, 2, 3, 1, 1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from placement.latency.families import NOT_COUNTED
 from placement.latency.model_config import shape_of
 from placement.latency.model_files import known_models, load_shape, loadable_name
 from placement.named_files import CONFIGS
+from tests.hub import as_downloaded
 
 unit = pytest.mark.unit
 
@@ -43,6 +45,17 @@ def test_a_worker_is_told_a_hub_id_or_a_full_path(tmp_path: Path) -> None:
     assert loadable_name("llama-3.1-8b") == "meta-llama/Llama-3.1-8B"
     assert loadable_name("somebody/llama-3.1-8b") == "somebody/llama-3.1-8b"
     assert loadable_name(str(tmp_path)) == loadable_name(str(tmp_path / "config.json")) == str(tmp_path)
+
+
+@unit
+def test_a_name_on_the_hub_that_was_downloaded_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(config()))
+    name = as_downloaded(tmp_path / "mine", "org/Mine-8B", tmp_path / "hub", monkeypatch)
+    assert load_shape(name) == replace(load_shape(tmp_path / "mine"), name="Mine-8B")
+    assert loadable_name(name) == name
+    with pytest.raises(PlanError, match="model is 'org/Other-8B', which is no directory"):
+        load_shape("org/Other-8B")
 
 
 @unit

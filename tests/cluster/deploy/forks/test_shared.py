@@ -13,14 +13,19 @@ from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
 from engine.loading.ready_made import alike
 from engine.options import EngineOptions
+from tests.hub import as_downloaded
 
 MACHINE = Machine(cores=(0, 1, 2, 3), memory_bytes=1 << 34, gpus=0)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    (tmp_path / "model.safetensors").write_bytes(b"0" * 1000)
-    return tmp_path
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"0" * 1000)
+    for name in ("config.json", "tokenizer.json"):
+        (directory / name).write_text("{}")
+    return directory
 
 
 def engine_of(model: Path, *pools: dict[str, Any], **settings: Any) -> EngineOptions | None:
@@ -61,8 +66,12 @@ def test_and_those_of_several_processes(model: Path) -> None:
     assert engine_of(model, {"role": "mixed", "tensor_parallel": 2}) is None
 
 
-def test_a_name_on_the_hub_is_each_workers_to_fetch() -> None:
+def test_a_name_on_the_hub_is_each_workers_to_fetch(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert engine_of(Path("some/model"), {"role": "mixed"}) is None
+    made = engine_of(Path(as_downloaded(model, "some/model", tmp_path / "hub", monkeypatch)), {"role": "mixed"})
+    assert made is not None, "it is here"
 
 
 def test_light_forks_are_the_controller_and_the_routers(model: Path) -> None:
