@@ -9,12 +9,17 @@ import pytest
 from huggingface_hub import constants
 
 
+def snapshot_of(name: str, cache: Path) -> Path:
+    """Where the files of its main branch are to be."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("1")
+    return folder / "snapshots" / "1"
+
+
 def as_downloaded(directory: Path, name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name."""
-    folder = cache / f"models--{name.replace('/', '--')}"
-    shutil.copytree(directory, folder / "snapshots" / "1")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("1")
+    shutil.copytree(directory, snapshot_of(name, cache))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return name

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -113,24 +114,27 @@ def _is_index(told: dict[str, object]) -> bool:
 
 def whole_numbers(directory: Path) -> Iterator[str]:
     """The names of its safetensors that are of a type without fractions, but for masks of bool."""
-    for path in _loaded_from(directory):
-        if path.suffix == ".safetensors":
-            with safe_open(str(path), framework="numpy") as file:
-                names = sorted(file.keys())
-                yield from (name for name in names if WHOLE.fullmatch(file.get_slice(name).get_dtype()))
+    for _, file in _opened(directory):
+        yield from (name for name in sorted(file.keys()) if WHOLE.fullmatch(file.get_slice(name).get_dtype()))
 
 
 def held_twice(directory: Path) -> str:
     """A weight that two of its safetensors hold, and which; nothing where each is in one. The loader takes either."""
     holders: dict[str, str] = {}
+    for path, file in _opened(directory):
+        names = sorted(file.keys())
+        if twice := [name for name in names if name in holders]:
+            return f"{twice[0]} in {holders[twice[0]]} and in {path.name}"
+        holders |= dict.fromkeys(names, path.name)
+    return ""
+
+
+def _opened(directory: Path) -> Iterator[tuple[Path, Any]]:
+    """Of the files that it is loaded from those in safetensors."""
     for path in _loaded_from(directory):
         if path.suffix == ".safetensors":
             with safe_open(str(path), framework="numpy") as file:
-                names = sorted(file.keys())
-            if twice := [name for name in names if name in holders]:
-                return f"{twice[0]} in {holders[twice[0]]} and in {path.name}"
-            holders |= dict.fromkeys(names, path.name)
-    return ""
+                yield path, file
 
 
 def _loaded_from(directory: Path) -> list[Path]:

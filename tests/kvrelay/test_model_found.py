@@ -15,6 +15,7 @@ import pytest
 
 from engine.weights.files import why_incomplete
 from kvrelay.model_found import why_not_found
+from tests.hub import snapshot_of
 
 pytestmark = pytest.mark.unit
 
@@ -165,11 +166,8 @@ def test_a_hub_that_is_out_of_reach(tmp_path: Path) -> None:
 
 
 def test_what_was_downloaded_whole_needs_no_hub(tmp_path: Path) -> None:
-    cached = tmp_path / "models--org--open"
-    make_model(cached / "snapshots" / ("1" * 40))
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("1" * 40)
+    model = make_model(snapshot_of("org/open", tmp_path))
     assert of_hub("org/open", "http://127.0.0.1:1", tmp_path) == ""
     assert "did you mean org/open?" in of_hub("org/opne", "http://127.0.0.1:1", tmp_path)
-    (cached / "snapshots" / ("1" * 40) / "model.safetensors").unlink()
+    (model / "model.safetensors").unlink()
     assert "a hub id that has no weights" in of_hub("org/open", "http://127.0.0.1:1", tmp_path)

@@ -14,7 +14,7 @@ from kvrelay.bench import workload
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.run import drawn
 from kvrelay.bench.workload import Shape, WorkloadError, timed_shapes
-from kvrelay.client.types import ServedModel
+from tests.served import served_model
 
 pytestmark = pytest.mark.unit
 
@@ -273,16 +273,7 @@ def test_equal_hash_ids_give_equal_runs_of_tokens() -> None:
 def test_a_traces_priorities_are_sent(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("arrival_s,prompt_len,output_len,priority\n0,5,6,0\n1,5,6,-7\n")
     options = WorkloadOptions(trace=tmp_path / "trace.csv")
-    model = ServedModel(
-        name="toy",
-        architecture="toy",
-        dtype="float32",
-        vocab_size=100,
-        max_model_len=100,
-        num_params=1,
-        eos_token_ids=(1,),
-        fingerprint="",
-    )
+    model = served_model(eos_token_ids=(1,))
     _, planned = drawn(options, PlayOptions(), model, timed_shapes(options))
     assert [each.request.priority for each in planned] == [0, -7]
 

@@ -14,6 +14,7 @@ from placement.latency.profile import DecodePoint, Fault, PrefillPoint
 from placement.latency.profile_latency import ProfileLatency
 from tests.kvrelay.calibrate.test_verifying import status
 from tests.placement.latency.test_profile import profile
+from tests.served import served_model
 
 pytestmark = pytest.mark.unit
 
@@ -58,16 +59,7 @@ def test_the_error_is_of_the_points_held_out_nine_in_ten() -> None:
     assert errors(made) == Fault()  # nothing was held out
 
 
-MODEL = ServedModel(
-    name="m",
-    architecture="a",
-    dtype="bfloat16",
-    vocab_size=100,
-    max_model_len=512,
-    num_params=1,
-    eos_token_ids=(1,),
-    fingerprint="f",
-)
+MODEL = served_model(max_model_len=512, eos_token_ids=(1,), fingerprint="f")
 
 
 class Answers:

@@ -15,7 +15,7 @@ from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.bench.workload import timed_shapes, timed_workload
 from kvrelay.calibrate import verifying
-from kvrelay.client.types import ClusterStatus, ServedModel, Timeline, WorkerState
+from kvrelay.client.types import ClusterStatus, Timeline, WorkerState
 from kvrelay.plan.catalogs import catalogs
 from kvrelay.plan.folder import plan_object
 from kvrelay.plan.planning import asked, machines_of
@@ -27,6 +27,7 @@ from placement.mixes.designs import Mix, all_designs
 from placement.plan import Plan, Slo
 from tests.kvrelay.plan.plan_fixture import COLOCATED, PLAN, apart, goodput, point, together
 from tests.placement.latency.test_profile import profile
+from tests.served import served_model
 
 pytestmark = pytest.mark.unit
 
@@ -125,9 +126,9 @@ def test_another_cluster_than_the_plan_s_is_refused(tmp_path: Path) -> None:
     write_profile(profile(), tmp_path / "profile.json")
     request = PlanRequest(profile=(tmp_path / "profile.json",), num_gpus=3, **WORKLOAD)
     claim = verifying.of_plan(plan_file(tmp_path, one_to_two(), request), {})
-    verifying.check_alike(claim, status("prefill", "decode", "decode"), served("f1"))
+    verifying.check_alike(claim, status("prefill", "decode", "decode"), served_model(name="b-model", fingerprint="f1"))
     with pytest.raises(PlanError, match="is for 2 decode workers, and 1 are ready"):
-        verifying.check_alike(claim, status("prefill", "decode"), served("f1"))
+        verifying.check_alike(claim, status("prefill", "decode"), served_model(name="b-model", fingerprint="f1"))
 
 
 def test_another_model_than_the_profile_s_is_refused(tmp_path: Path) -> None:
@@ -138,22 +139,9 @@ def test_another_model_than_the_profile_s_is_refused(tmp_path: Path) -> None:
     both = plan_file(tmp_path, replace(one_to_two(), chosen=goodput(together(1, 2), 2.5)), request)
     of_mixed = verifying.of_plan(both, {})
     for claim, roles in ((of_pairs, ("prefill", "decode", "decode")), (of_mixed, ("mixed", "mixed"))):
-        verifying.check_alike(claim, status(*roles), served("f1"))
+        verifying.check_alike(claim, status(*roles), served_model(name="b-model", fingerprint="f1"))
         with pytest.raises(PlanError, match=r"profile\.json is of a-model \(f1\), and this cluster serves b-model"):
-            verifying.check_alike(claim, status(*roles), served("f2"))
-
-
-def served(fingerprint: str) -> ServedModel:
-    return ServedModel(
-        name="b-model",
-        architecture="",
-        dtype="",
-        vocab_size=1,
-        max_model_len=1,
-        num_params=1,
-        eos_token_ids=(),
-        fingerprint=fingerprint,
-    )
+            verifying.check_alike(claim, status(*roles), served_model(name="b-model", fingerprint="f2"))
 
 
 def status(*roles: str) -> ClusterStatus:

@@ -11,25 +11,17 @@ import pytest
 from cluster.spec.assumed import Assumed
 from kvrelay.bench.metrics import Outcome
 from kvrelay.calibrate.probes import Prober
-from kvrelay.client.types import ClusterStatus, PairTrouble, ServedModel, Timeline, Usage, WorkerState
+from kvrelay.client.types import ClusterStatus, PairTrouble, Timeline, Usage, WorkerState
 from kvrelay.doctor.finding import Finding
 from kvrelay.doctor.live.cluster import cluster, missing
 from kvrelay.doctor.live.judging import Terms, judged
 from kvrelay.doctor.live.probing import Pair, PairSample, pairs_of, probe, prompt_tokens
+from tests.served import served_model
 
 pytestmark = pytest.mark.unit
 
 TOKENS = 512
-MODEL = ServedModel(
-    name="m",
-    architecture="",
-    dtype="",
-    vocab_size=9,
-    max_model_len=4096,
-    num_params=1,
-    eos_token_ids=(),
-    fingerprint="",
-)
+MODEL = served_model(vocab_size=9, max_model_len=4096)
 
 
 def worker(name: str, **changes: Any) -> WorkerState:
