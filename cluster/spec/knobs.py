@@ -91,8 +91,8 @@ def with_knobs(*options: type, scope: str = "", only: Sequence[str] = ()) -> Cal
 
     def widened(part: type[M]) -> type[M]:
         keys: dict[str, Any] = {}
-        known = {name: knob for kind in options for name, knob in knobs_of(kind).items() if knob.scope in ("", scope)}
-        for knob in (known[name] for name in only or known):
+        known = {name: knob for kind in options for name, knob in knobs_of(kind).items()}
+        for knob in (known[name] for name in only or [n for n, each in known.items() if each.scope in ("", scope)]):
             bounds: Any = knob.bounds
             extra: Any = {"unit": knob.unit, "changes": knob.changes, "fixed": knob.fixed}
             about = Field(description=knob.meaning, json_schema_extra=extra, **bounds)

@@ -14,7 +14,7 @@ from placement.catalogs.roofline import open_catalog
 from placement.checks.margin import load_margin
 from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape, shape_if_known
-from placement.latency.model_shape import ModelShape
+from placement.latency.model_shape import FEW_BITS, ModelShape
 from placement.latency.profile import Profile
 from placement.latency.profile_file import read_profile
 from placement.papers import registry
@@ -36,8 +36,12 @@ def _catalogs(request: PlanRequest) -> list[Catalog]:
     if request.latency_kind in registry.CATALOGS:
         open_published = registry.published(registry.CATALOGS[request.latency_kind])
         return [open_published(name=request.model, **_limits(request))]
-    options = {"max_pp": request.max_pp, "guesses": guesses_of(request), **_limits(request)}
+    options = {"max_pp": request.max_pp, "guesses": guesses_of(request), **_few_bits(request), **_limits(request)}
     return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
+
+
+def _few_bits(request: PlanRequest) -> dict[str, str]:
+    return {key: getattr(request, key) for key in FEW_BITS}
 
 
 def _limits(request: PlanRequest) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def guesses_of(request: PlanRequest) -> Guesses | None:
 def _shape(request: PlanRequest) -> ModelShape:
     """Of the model, as it was measured where it was."""
     if not request.profile:
-        return load_shape(request.model or "").as_served()
+        return load_shape(request.model or "").as_served().in_few_bits(**_few_bits(request))
     measured = read_profile(request.profile[0]).model
     return load_shape(request.model or str(measured.get("name"))).with_dtype(str(measured.get("dtype", "auto")))
 

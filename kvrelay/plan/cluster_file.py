@@ -60,14 +60,14 @@ def spec_data(
     has_gpus: bool,
     slo: Slo | None = None,
     name: str = "planned",
-    measured: Mapping[str, str] = MappingProxyType({}),
+    narrowed: Mapping[str, str] = MappingProxyType({}),
     assumed: Sequence[Mapping[str, Any] | None] = (),
     speculative_model: str = "",
     draft_bytes_per_token: int = 0,
 ) -> dict[str, Any]:
     """The spec of one of its clusters as plain data. `shape`: as workers have the model; None: each has its own default
-    of KV. `slo`: what a request wants that does not say; None: nothing. `measured`: dtype, quantization and kv_dtype of
-    the workers that were, where they are not the model's. `assumed`: by pool, cluster.spec.assumed.Assumed as plain
+    of KV. `slo`: what a request wants that does not say; None: nothing. `narrowed`: dtype, quantization and kv_dtype of
+    the workers, where they are not the model's. `assumed`: by pool, cluster.spec.assumed.Assumed as plain
     data. `speculative_model`: of pools that guess ahead; empty: prompt lookup; `draft_bytes_per_token`: of its KV."""
     pools = placement.one_cluster.pools
     page_sizes = {pool.page_size for pool in pools}
@@ -77,12 +77,12 @@ def spec_data(
     return {
         "name": name,
         "model": model,
-        **{key: measured[key] for key in ("dtype", "quantization") if measured.get(key)},
+        **{key: narrowed[key] for key in ("dtype", "quantization") if narrowed.get(key)},
         "page_size": page_sizes.pop(),
         **({"router": targets} if targets else {}),
         "pools": [
             pool_data(pool, label, shape, has_gpus=has_gpus)
-            | ({"kv_dtype": measured["kv_dtype"]} if measured.get("kv_dtype") else {})
+            | ({"kv_dtype": narrowed["kv_dtype"]} if narrowed.get("kv_dtype") else {})
             | guessing_data(pool, shape, speculative_model, draft_bytes_per_token)
             | ({"assumed": dict(told)} if told else {})
             for pool, label, told in zip(pools, labels, assumed or [None] * len(pools), strict=True)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,10 @@ from kvrelay.plan.assumptions import assumed_by
 from kvrelay.plan.catalogs import catalogs, guesses_of
 from kvrelay.plan.command import command_of
 from kvrelay.plan.request import PlanRequest
-from placement.build.sources import KV_DTYPES
 from placement.catalogs.base import PlanError
-from placement.catalogs.profile import NARROWED
 from placement.goodput.targets import Targets
 from placement.latency.model_files import load_shape, loadable_name
-from placement.latency.model_shape import ModelShape
+from placement.latency.model_shape import FEW_BITS, ModelShape
 from placement.latency.profile_file import read_profile
 from placement.plan import Plan, to_json
 
@@ -105,9 +103,9 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
     """(the spec's text, or why there is none, sentences to tell)."""
     has_gpus = request.latency_kind != "profile" and plan.chosen.candidate.unit == "GPU"
     most_gpus = min(catalog.gpus_per_node for catalog in catalogs(request)) if has_gpus else math.inf
-    measured = _measured(request)
-    model, shape = _model_and_shape(request, measured)
-    cut = None if measured else shape  # what was measured was loaded
+    narrowed = _narrowed(request)
+    model, shape = _model_and_shape(request, narrowed)
+    cut = None if request.profile else shape  # what was measured was loaded
     placement, why_not = cluster.to_run(plan, most_gpus, cut), cluster.why_not_started(plan.chosen, most_gpus, cut)
     if placement is None:
         why = why_not or "only a published system's machines meet the targets, and kvrelay does not serve them"
@@ -122,7 +120,7 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
         has_gpus=has_gpus,
         slo=slo,
         name=name,
-        measured=measured,
+        narrowed=narrowed,
         assumed=assumed_by(request, placement.one_cluster),
         speculative_model=loadable_name(request.speculative_model) if request.speculative_model else "",
         draft_bytes_per_token=int(guesses.kv_bytes_per_token) if guesses is not None else 0,
@@ -139,21 +137,22 @@ def cluster_spec(plan: Plan, request: PlanRequest) -> tuple[str, str, tuple[str,
     return f"{told}{cluster.spec_text(plan, placement, data, command_of(request))}", "", tuple(notes)
 
 
-def _measured(request: PlanRequest) -> dict[str, str]:
-    """How the workers of its profiles had the model, which are alike in that; empty: there is none."""
+def _narrowed(request: PlanRequest) -> dict[str, str]:
+    """What a spec has to say of how workers have the model: as it asks, or as the workers of its profiles had it, which
+    are alike in that."""
     if not request.profile:
-        return {}
+        return request.model_dump(include=set(FEW_BITS), exclude_defaults=True)
     profile = read_profile(request.profile[0])
-    narrowed = {key: str(profile.prefill_pool.options.get(key, "")) for key in NARROWED}
-    return {"dtype": str(profile.model.get("dtype", "")), **narrowed}
+    measured = {key: str(profile.prefill_pool.options.get(key, "")) for key in FEW_BITS}
+    return {"dtype": str(profile.model.get("dtype", "")), **measured}
 
 
-def _model_and_shape(request: PlanRequest, measured: Mapping[str, str]) -> tuple[str, ModelShape | None]:
+def _model_and_shape(request: PlanRequest, narrowed: Mapping[str, str]) -> tuple[str, ModelShape | None]:
     """What workers load, and its shape as they have it; None where no config tells."""
     model = _loaded_model(request)
     try:
-        shape = load_shape(request.model or model).with_dtype(measured.get("dtype") or "auto")
-        return model, replace(shape, kv_dtype=KV_DTYPES.get(measured.get("kv_dtype", ""), shape.kv_dtype))
+        shape = load_shape(request.model or model).with_dtype(narrowed.get("dtype") or "auto")
+        return model, shape.in_few_bits(kv_dtype=narrowed.get("kv_dtype", ""))
     except PlanError:
         return model, None
 

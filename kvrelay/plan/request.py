@@ -15,8 +15,10 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from cluster.spec.knobs import Spec, setting, with_knobs
 from decode_worker.options import DecodeOptions
 from engine.knobs import knobs_of
+from engine.options import EngineOptions
 from kvrelay.bench.options import WorkloadOptions
 from kvrelay.plan.durations import parse_duration
+from placement.latency.model_shape import FEW_BITS
 from placement.papers import registry
 from placement.plan import RequestClass, Slo
 
@@ -61,6 +63,7 @@ class PlanClass(Spec):
         return self
 
 
+@with_knobs(EngineOptions, only=FEW_BITS)
 @with_knobs(WorkloadOptions, only=WORKLOAD_KEYS)
 class PlanRequest(Spec):
     """Its keys are the flags of `kvrelay plan`; those of the workload are WorkloadOptions' own."""
@@ -196,6 +199,11 @@ class PlanRequest(Spec):
         if kind != "roofline" and len(self.hardware or ()) > 1:
             names = ", ".join(self.hardware or ())
             raise ValueError(f"`hardware` is {names}; a {kind} is of one kind of machine, give no more than one")
+        if kind != "roofline" and (narrow := self._changed(FEW_BITS)):
+            raise ValueError(
+                f"`{narrow[0]}` is {getattr(self, narrow[0])}, and a {kind} is of workers as they were measured; take "
+                "it out"
+            )
         if len(self.hardware or ()) > 1 and (one_kind := self._changed(OF_ONE_KIND)):
             names = ", ".join(self.hardware or ())
             raise ValueError(f"`{one_kind[0]}` is of one kind of machine and `hardware` is {names}; give one of them")

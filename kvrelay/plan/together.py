@@ -37,6 +37,7 @@ from placement.catalogs.roofline import RooflineCatalog
 from placement.goodput.runner import open_runner
 from placement.goodput.targets import Targets
 from placement.latency.model_files import loadable_name
+from placement.latency.model_shape import FEW_BITS
 from placement.plan import Plan, to_json
 from placement.search.together import Share, Tenant, Together, find_together
 from placement.workload.traffic import Traffic, with_classes
@@ -110,11 +111,9 @@ def named_by_file(paths: Sequence[Path]) -> list[str]:
 def _check(name: str, request: PlanRequest) -> None:
     if request.rate is None:
         raise PlanError(f"{name}: rate is missing; several models are planned for the rate of each")
-    if request.num_speculative_tokens is not None:
-        asked = request.num_speculative_tokens
-        raise PlanError(
-            f"{name}: num_speculative_tokens is {asked}, and several models are planned without; take it out"
-        )
+    for key in ("num_speculative_tokens", *FEW_BITS):
+        if (asked := getattr(request, key)) != PlanRequest.model_fields[key].default:
+            raise PlanError(f"{name}: {key} is {asked}, and several models are planned without; take it out")
     if request.latency_kind != "roofline" or len(request.hardware or ()) != 1:
         raise PlanError(f"{name}: several models are planned on one kind of GPU, by a roofline; give hardware alone")
     if request.margin is not None:

@@ -4,7 +4,6 @@ machine's figures, ProfileWorkers from what was measured of kvrelay's own.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from cluster.spec.model import ClusterSpec
@@ -22,7 +21,6 @@ from placement.latency.profile_latency import ProfileLatency
 from prefill_worker.options import PrefillOptions
 from worker.roles import PHASES, kind_of
 
-KV_DTYPES = {"fp8_e4m3": "float8", "int8": "int8"}  # what shapes call those that pools may have
 MESSAGE_S = 0.0005  # one way, between two processes
 
 
@@ -32,8 +30,7 @@ def degrees_of(pool: PoolSpec) -> Degrees:
 
 def shape_in(pool: PoolSpec, spec: ClusterSpec, shape: ModelShape) -> ModelShape:
     """The model as the pool's workers have it, its KV and its weights in few bits where the spec says so."""
-    shape = replace(shape.with_dtype(spec.dtype), kv_dtype=KV_DTYPES.get(pool.kv_dtype, shape.kv_dtype))
-    return replace(shape, weight_bits=8.0, quantisation="int8") if spec.quantization == "int8" else shape
+    return shape.with_dtype(spec.dtype).in_few_bits(kv_dtype=pool.kv_dtype, quantization=spec.quantization)
 
 
 def largest_step(pool: PoolSpec) -> tuple[int, int]:

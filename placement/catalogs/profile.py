@@ -12,11 +12,10 @@ from dataclasses import replace
 
 from placement.catalogs.base import Degrees, MachineCost, Offer, PlanError
 from placement.catalogs.guesses import Guesses
-from placement.latency.model_shape import ModelShape
+from placement.latency.model_shape import FEW_BITS, ModelShape
 from placement.latency.profile import Profile, SlowdownPoint
 from placement.latency.profile_latency import ProfileLatency
 
-NARROWED = ("quantization", "kv_dtype")  # what workers say of themselves where they hold numbers in few bits
 UNCOUNTED = 0.15  # of a model's parameters: in a tower for images, which a config's count leaves out
 MISCOUNTED = 0.05  # of a family whose config does not say all
 
@@ -137,7 +136,7 @@ def _check(profiles: Sequence[Profile]) -> None:
 def _alike(profile: Profile) -> dict[str, object]:
     """What profiles of a catalog have in common."""
     model = {f"model.{key}": profile.model.get(key) for key in ("name", "dtype", "fingerprint")}
-    narrow = {key: profile.prefill_pool.options.get(key, "not given") for key in NARROWED}
+    narrow = {key: profile.prefill_pool.options.get(key, "not given") for key in FEW_BITS}
     return {**model, **narrow, "page_size": profile.page_size, "machine.cpu": profile.machine.get("cpu")}
 
 

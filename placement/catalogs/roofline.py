@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from placement.catalogs.base import Degrees, MachineCost, Offer
+from placement.catalogs.base import Degrees, MachineCost, Offer, PlanError
 from placement.catalogs.guesses import Guesses
 from placement.latency.base import LatencyModel
 from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
 from placement.latency.roofline import kv_heads_per_gpu, roofline_latency
-from placement.latency.tensor_parallel import why_not_cut, why_not_staged
+from placement.latency.tensor_parallel import in_few_bits, why_not_cut, why_not_staged
 from prefill_worker.options import PrefillOptions
 
 MAX_TRIED_PP = 16
@@ -195,7 +195,7 @@ class RooflineCatalog:
             why = f"{what} leaves room for {held} tokens of KV on {have} ({degrees}), less than one of {need}"
         else:
             why = f"{what} does not fit on {have} ({degrees}){self._beside_step(degrees)}"
-        return why + self._why_uneven()
+        return why + self._why_uneven() + self._why_one_gpu()
 
     def _beside_step(self, degrees: Degrees) -> str:
         """What takes the room that the weights leave; empty: they leave none, or enough."""
@@ -210,6 +210,10 @@ class RooflineCatalog:
         if staged is None or self.smallest_that_fits() is not None:
             return ""
         return f", and its {self.shape.num_layers} layers divide into no {staged.pp} to {MAX_TRIED_PP} equal stages"
+
+    def _why_one_gpu(self) -> str:
+        few = in_few_bits(self.shape)
+        return f", and {few} goes with TP 1 alone" if few else ""
 
     def smallest_that_fits(self, tp: int | None = None) -> Degrees | None:
         """Whatever `max_pp`; of one tensor-parallel degree, where that is given."""
@@ -226,10 +230,26 @@ class RooflineCatalog:
                     yield degrees
 
 
-def open_catalog(model: str | Path, hardware: str | Path, **options: object) -> RooflineCatalog:
+def open_catalog(
+    model: str | Path, hardware: str | Path, *, kv_dtype: str = "auto", quantization: str = "none", **options: object
+) -> RooflineCatalog:
     """From the names or paths of a model, as kvrelay serves it, and a hardware file; options as RooflineCatalog's.
     Raises PlanError."""
-    return RooflineCatalog(load_shape(model).as_served(), load_hardware(hardware), **options)  # type: ignore[arg-type]
+    machine = load_hardware(hardware)
+    _check_bits(machine, kv_dtype, quantization)
+    shape = load_shape(model).as_served().in_few_bits(kv_dtype=kv_dtype, quantization=quantization)
+    return RooflineCatalog(shape, machine, **options)  # type: ignore[arg-type]
+
+
+def _check_bits(machine: Hardware, kv_dtype: str, quantization: str) -> None:
+    """As workers would, on such devices. Raises PlanError."""
+    if machine.unit == "GPU" and quantization == "int8":
+        raise PlanError(f"quantization is int8, which is for CPUs, and hardware is {machine.name}; take it out")
+    of, other = ("CPUs", "fp8_e4m3") if machine.unit == "GPU" else ("GPUs", "int8")
+    if kv_dtype == ("int8" if machine.unit == "GPU" else "fp8_e4m3"):
+        raise PlanError(
+            f"kv_dtype is {kv_dtype}, which is for {of}, and hardware is {machine.name}; give {other} or auto"
+        )
 
 
 def _either(values: Sequence[int]) -> str:

@@ -12,6 +12,8 @@ from engine.pages.layout import BESIDE
 from placement.catalogs.base import PlanError
 
 DTYPE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
+FEW_BITS = ("quantization", "kv_dtype")  # options of workers (engine/options.py), which they tell of themselves
+KV_DTYPES = {"fp8_e4m3": "float8", "int8": "int8"}  # what is called so here of kv_dtype's values; auto: as dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,11 @@ class ModelShape:
         if dtype not in DTYPE_BYTES:
             raise PlanError(f"dtype is {dtype!r}; give one of auto, {', '.join(DTYPE_BYTES)}")
         return replace(self, dtype=dtype, compute_dtype=dtype, weight_bits=8 * DTYPE_BYTES[dtype], quantisation="")
+
+    def in_few_bits(self, *, kv_dtype: str = "auto", quantization: str = "none") -> ModelShape:
+        """With the `kv_dtype` and `quantization` that workers are given (engine/options.py)."""
+        shape = replace(self, kv_dtype=KV_DTYPES.get(kv_dtype, self.kv_dtype))
+        return replace(shape, weight_bits=8.0, quantisation="int8") if quantization == "int8" else shape
 
 
 def _pairs(length: int, context: int) -> float:

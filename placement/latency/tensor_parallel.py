@@ -8,12 +8,14 @@ tests/placement/latency/test_tensor_parallel.py and test_cut_types.py hold the t
 from __future__ import annotations
 
 from placement.latency.cut_types import NO_STAGES, RANKS
-from placement.latency.model_shape import ModelShape
+from placement.latency.model_shape import KV_DTYPES, ModelShape
 
 
 def why_not_cut(shape: ModelShape, tp: int, *, has_whole_experts: bool = False) -> str:
     """What stands in the way of so many ranks; empty: nothing. `has_whole_experts`: each rank has some of them
     (expert_parallel), and not a part of each."""
+    if tp > 1 and (why := in_few_bits(shape)):
+        return f"{why} goes with TP 1 alone, and TP is {tp}"
     if tp > 1 and (why := _why_whole(shape, has_whole_experts)):
         return f"{shape.name} ({shape.model_type}) {why}, and TP is {tp}"
     counts = _counts(shape, has_whole_experts)
@@ -27,10 +29,19 @@ def why_not_staged(shape: ModelShape, pp: int) -> str:
     """What stands in the way of so many stages, and the mend; empty: nothing."""
     if pp > shape.num_layers:
         return f"PP {pp} is more than the {shape.num_layers} layers of {shape.name}; give fewer stages"
+    if pp > 1 and (why := in_few_bits(shape)) not in ("", "kv_dtype int8"):
+        return f"{why} goes with PP 1 alone, and PP is {pp}; give PP 1"
     if pp > 1 and shape.model_type in NO_STAGES:
         what = f"{shape.name} ({shape.model_type}) hands more than hidden states from layer to layer"
         return f"{what}, and PP is {pp}; give PP 1"
     return ""
+
+
+def in_few_bits(shape: ModelShape) -> str:
+    """What of a worker's numbers is, as engine/options.py has it for one process alone; empty: nothing."""
+    if shape.quantisation == "int8":
+        return "quantization int8"
+    return next((f"kv_dtype {name}" for name, dtype in KV_DTYPES.items() if dtype == shape.kv_dtype), "")
 
 
 def _why_whole(shape: ModelShape, has_whole_experts: bool) -> str:

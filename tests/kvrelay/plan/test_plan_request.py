@@ -107,6 +107,10 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
             {"num_speculative_tokens": 4, "acceptance_rate": 0.5, "hardware": ["h100-sxm", "l40s"]},
             "--num-speculative-tokens is 4, which is for one kind of machine, by a roofline or a profile; take it out",
         ),
+        (
+            {"kv_dtype": "int8", "latency": "profile", "profile": "p.json", "hardware": None},
+            "--kv-dtype is int8, and a profile is of workers as they were measured; take it out",
+        ),
         ({"burstiness": 0.0}, "--burstiness is 0.0; give a number of 0.001 or more"),
         ({"max_pp": 0}, "--max-pp is 0; give a number of 1 or more"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cluster.spec.resolve import resolve, workers_of
 from decode_worker.options import DecodeOptions
 from engine.options import EngineOptions
 from kvrelay.plan.catalogs import catalogs
+from kvrelay.plan.command import command_of
 from kvrelay.plan.folder import cluster_spec
 from kvrelay.plan.planning import asked
 from kvrelay.plan.reading import build_request
@@ -22,7 +24,9 @@ from kvrelay.simulate.simulation import source_of
 from placement.build.from_offers import assemble, guessing_ahead, offers_of
 from placement.build.from_spec import sim_cluster
 from placement.build.sources import RooflineWorkers
-from placement.catalogs.base import Degrees
+from placement.catalogs.base import Degrees, PlanError
+from placement.catalogs.roofline import open_catalog
+from placement.latency.base import decode_s
 from placement.latency.hardware import load_hardware
 from placement.latency.model_files import load_shape
 from placement.named_files import CONFIGS
@@ -36,6 +40,7 @@ pytestmark = pytest.mark.unit
 
 ASKED = {"model": "llama-3.1-8b", "hardware": "h100-sxm", "num_gpus": 4}
 REQUESTS = {"random_input_len": 256, "random_output_len": 64}
+ONE = Degrees(1)
 PAIR, MIXED = apart((1, 1), (1, 3)), together(1, 4)
 ANSWERS = {"two pools": PAIR, "mixed": MIXED, "readers beside mixed": hybrids_of(MIXED)[0]}
 READERS, WRITERS = PAIR.pools
@@ -85,6 +90,47 @@ def test_an_answer_that_guesses_ahead_is_served_so(candidate: Candidate, draft: 
     assert guessing_ahead(staged, offer_of) is None, "stages serve no guesses"
     models = {pool.policy.speculative_model for pool in spec.pools if pool.role != "prefill"}
     assert models == ({""} if draft == "prompt lookup" else {"meta-llama/Llama-3.1-8B"})
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "few"),
+    [
+        ("llama-3.1-8b", "h100-sxm", {"kv_dtype": "fp8_e4m3"}),
+        ("qwen3-0.6b", "cpu-generic", {"kv_dtype": "int8"}),
+        ("qwen3-0.6b", "cpu-generic", {"kv_dtype": "int8", "quantization": "int8"}),
+    ],
+)
+def test_few_bits_are_planned_and_served_as_asked(model: str, machine: str, few: dict[str, str]) -> None:
+    asked_of = {"model": model, "hardware": machine, "ttft": "300ms"}
+    request = build_request(None, {**ASKED, **REQUESTS, **asked_of, **few})
+    offer, whole = catalogs(request)[0].offer(ONE), open_catalog(model, machine).offer(ONE)
+    assert not isinstance(offer, str)
+    assert not isinstance(whole, str)
+    assert offer.num_pages > 1.8 * whole.num_pages
+    assert (decode_s(offer.latency, 1, 1000) < 0.9 * decode_s(whole.latency, 1, 1000)) == ("quantization" in few)
+    assert decode_s(offer.latency, 64, 64_000) < decode_s(whole.latency, 64, 64_000)
+    one = together(1, 1)
+    chosen = goodput(replace(one, pools=(replace(one.pools[0], num_pages=offer.num_pages),)), 9.0)
+    text, _, _ = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,), asked=asked(request)), request)
+    spec = parse_spec(yaml.safe_load(text))
+    assert {key: value for key, value in few.items() if value in (spec.quantization, spec.pools[0].kv_dtype)} == few
+    source = RooflineWorkers(load_shape(model), load_hardware(machine))
+    [worker] = sim_cluster(spec, source).workers
+    assert worker.num_pages == offer.num_pages
+    assert command_of(request).count("--kv-dtype") == 1
+
+
+@pytest.mark.parametrize(
+    ("asks", "told"),
+    [
+        ({"kv_dtype": "int8"}, "kv_dtype is int8, which is for CPUs, and hardware is NVIDIA H100 SXM 80 GB; give fp8_"),
+        ({"quantization": "int8"}, "quantization is int8, which is for CPUs, and hardware is NVIDIA H100 SXM 80 GB; t"),
+        ({"kv_dtype": "fp8_e4m3", "hardware": "cpu-generic"}, "kv_dtype is fp8_e4m3, which is for GPUs, and hardware"),
+    ],
+)
+def test_few_bits_that_a_device_has_not_are_refused(asks: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(told)):
+        catalogs(build_request(None, {**ASKED, **REQUESTS, "ttft": "300ms", **asks}))
 
 
 @pytest.mark.parametrize("targets", TARGETS)

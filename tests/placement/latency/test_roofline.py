@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -261,7 +262,7 @@ def test_degrees_divide_heads_and_layers_and_stay_in_a_node() -> None:
     ("step", "mend"),
     [({"max_batch_tokens": 10**6}, "give TP 8 or more"), ({"max_batch_size": 10**6}, "give a smaller step, or a GPU")],
 )
-def test_what_leaves_no_room_is_named_where_it_is_the_step(step: dict[str, int], mend: str) -> None:
+def test_what_leaves_no_room_is_named_where_it_is_the_step(step: dict[str, Any], mend: str) -> None:
     catalog = open_catalog("llama-3.1-8b", "h100-sxm", **step)
     answer = catalog.offer(Degrees(2))
     assert isinstance(answer, str)

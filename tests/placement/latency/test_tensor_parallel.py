@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from engine.options import EngineOptions
 from placement.catalogs.base import Degrees
 from placement.catalogs.roofline import RooflineCatalog
 from placement.latency.hardware import load_hardware
@@ -133,6 +135,23 @@ def test_layers_that_hand_on_more_than_hidden_states_are_in_one_stage() -> None:
     why = "mine (glm_moe_dsa) hands more than hidden states from layer to layer, and PP is 2; give PP 1"
     assert catalog.offer(Degrees(8, 2)) == why
     assert why_not_staged(load_shape("llama-3.1-8b"), 64).startswith("PP 64 is more than the 32 layers of llama-3.1-8b")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("few", [{"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "int8"}, {"quantization": "int8"}])
+def test_few_bits_are_of_one_process(few: dict[str, Any]) -> None:
+    """As the engine has it."""
+    shape = load_shape("llama-3.1-8b").in_few_bits(**few)
+    cuts: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"tensor_parallel": 2}, why_not_cut(shape, 2)),
+        ({"pipeline_parallel": 2}, why_not_staged(shape, 2)),
+    )
+    for degrees, why_not in cuts:
+        with pytest.raises(ValueError, match="give one of the two") if why_not else nullcontext():
+            EngineOptions(model="", **few, **degrees).validate()
+        [(key, value)] = few.items()
+        assert not why_not or why_not.startswith(f"{key} {value} goes with ")
+    assert not why_not_cut(shape, 1)
 
 
 @pytest.mark.unit
