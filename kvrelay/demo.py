@@ -30,6 +30,7 @@ from kvrelay.bench import run as benchmark
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.report import tables
+from kvrelay.cli.console import write_to_any_terminal
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
 from placement.named_files import CONFIGS
@@ -57,6 +58,7 @@ def main() -> int:
     mark = uuid.uuid4().hex
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, leave)
+    write_to_any_terminal()
     try:
         make_model()
         with cluster(mark) as endpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -26,6 +27,12 @@ class CliError(Exception):
     def __init__(self, sentence: str, code: int = FAILURE) -> None:
         super().__init__(sentence)
         self.code = code
+
+
+def write_to_any_terminal() -> None:
+    """An answer's letter that the terminal's encoding does not have is a question mark there, and no end of it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def print_json(value: Any) -> None:

@@ -15,7 +15,7 @@ from importlib import import_module
 
 import typer
 
-from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, CliError, report
+from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, CliError, report, write_to_any_terminal
 
 PROGRAM = "kvrelay"
 KNOCK_TIMEOUT_S = 1.0
@@ -192,6 +192,7 @@ def main() -> None:
 
 
 def _main() -> None:
+    write_to_any_terminal()
     try:
         command = _command(sys.argv[1:], os.environ)
         if command in LISTED:

@@ -166,10 +166,10 @@ def is_there(process: psutil.Process) -> bool:
 
 
 def _base() -> str:
-    """Where temporary files go, unless sockets cannot have so long a path there."""
+    """Where temporary files go, unless sockets cannot have so long a path there, or Ray cannot read it."""
     wanted = tempfile.gettempdir()
     needed = len(f"/{PREFIX}") + 8
-    return wanted if len(os.fsencode(wanted)) + needed <= MAX_FOLDER_BYTES else "/tmp"
+    return wanted if wanted.isascii() and len(os.fsencode(wanted)) + needed <= MAX_FOLDER_BYTES else "/tmp"
 
 
 def _keep_logs(logs: Path, target: Path) -> None:

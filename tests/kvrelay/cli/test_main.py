@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import typer
 
 from kvrelay.cli import main
 from kvrelay.cli.cluster import state
-from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, exit_codes
+from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, exit_codes, write_to_any_terminal
 from tests.kvrelay.client.scripted import ScriptedServer
 
 pytestmark = pytest.mark.unit
@@ -151,3 +152,11 @@ def test_a_limit_on_files_is_told_in_a_sentence(command: str, said: str, tmp_pat
     assert ended.returncode == 1
     assert re.fullmatch(said, ended.stderr.strip().splitlines()[-1]), ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_what_a_terminal_cannot_show_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    write_to_any_terminal()
+    print("so schön", flush=True)
+    assert shown.getvalue() == b"so sch?n\n"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +70,12 @@ def test_nor_does_one_that_found_no_room_for_its_files(tmp_path: Path, monkeypat
     ray.stop()
     assert (tmp_path / "mine").exists()
     assert tmp_path.exists()
+
+
+@pytest.mark.parametrize(("wanted", "is_taken"), [("/a b", True), ("/ü", False), ("/" + "a" * 90, False)])
+def test_what_ray_cannot_read_is_not_its_folder(monkeypatch: pytest.MonkeyPatch, wanted: str, is_taken: bool) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", wanted)
+    assert local_ray._base() == (wanted if is_taken else "/tmp")
 
 
 def test_a_keeper_that_ended_is_told_though_nobody_has_reaped_it() -> None:
