@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -30,7 +31,6 @@ from kvrelay.bench import run as benchmark
 from kvrelay.bench.metrics import Outcome
 from kvrelay.bench.options import PlayOptions, WorkloadOptions
 from kvrelay.bench.report import tables
-from kvrelay.cli.console import write_to_any_terminal
 from kvrelay.client.client import Client
 from kvrelay.client.types import KvrelayError
 from placement.named_files import CONFIGS
@@ -58,7 +58,8 @@ def main() -> int:
     mark = uuid.uuid4().hex
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, leave)
-    write_to_any_terminal()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what the model writes may be no letter of the terminal's
     try:
         make_model()
         with cluster(mark) as endpoint:
