@@ -41,6 +41,7 @@ from cluster.deploy.ray import (
     namespace_of,
     node_host,
     shut_down,
+    why_full,
 )
 from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
@@ -113,7 +114,7 @@ class Deployment:
         """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
 
         A controller that hangs, or that Ray is starting, is waited for until `deadline_s` (monotonic). Raises
-        DeployError then, and when it is gone for good or Ray is.
+        DeployError then, and when it is gone for good or Ray is, or cannot be started for a full disk.
         """
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
@@ -135,6 +136,8 @@ class Deployment:
             except ActorDiedError as error:
                 raise DeployError(_why_gone(error, has_answered=self._version > Version())) from None
             self._check_ray()
+            if self._version == Version() and (why := why_full()):
+                raise DeployError(f"the controller does not start, and {why}")
             if time.monotonic() > deadline_s:
                 raise DeployError("the controller does not answer, so nothing is known of the others", is_a_crash=True)
         self._version = snapshot["version"]

@@ -66,6 +66,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.util = SimpleNamespace(list_named_actors=list)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+    monkeypatch.setattr(deployments, "why_full", str)
 
 
 def deployment(local: LocalRay, controller: Controller) -> Deployment:
@@ -113,6 +114,13 @@ def test_a_controller_that_never_answers_is_waited_for_within_the_time_of_a_star
     with pytest.raises(DeployError, match="the controller does not answer") as told:
         deployment(LocalRay(), Controller()).next_snapshot(0.05, deadline_s=time.monotonic())
     assert told.value.is_a_crash
+
+
+def test_a_controller_that_a_full_disk_keeps_from_starting_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deployments, "why_full", lambda: "the disk is full")
+    with pytest.raises(DeployError) as told:
+        deployment(LocalRay(), Controller(ConnectionError())).next_snapshot()
+    assert str(told.value) == "the controller does not start, and the disk is full"
 
 
 def test_a_controller_that_cannot_be_started_is_quoted() -> None:
