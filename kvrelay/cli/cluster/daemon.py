@@ -21,7 +21,8 @@ ENDED_IN_ORDER = (0, -signal.SIGTERM)  # the latter before it has begun anything
 
 
 def start_and_wait(name: str, as_json: bool) -> int:
-    """Returns the exit code: 0 when it is ready. Ctrl-C ends the child, too."""
+    """Returns the exit code: 0 when it is ready. Ctrl-C ends the child, too, and so does a SIGTERM, as of `timeout`."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     view = views.choose(as_json=as_json, report_fd=None)
     read_fd, write_fd = os.pipe()
     child = _spawn(name, write_fd)

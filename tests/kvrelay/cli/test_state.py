@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,12 +21,19 @@ import pytest
 from cluster.deploy.deployment import NoSuchCluster
 from cluster.deploy.ray import DeployError
 from kvrelay.cli.cluster import daemon, down, leaving, state
-from kvrelay.cli.console import CliError
+from kvrelay.cli.console import INTERRUPTED, CliError
 from kvrelay.client.types import KvrelayError
 from kvrelay.known_clusters import read, start_of
 from worker.wire.private_files import write_private
 
 pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def sigterm() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
 
 
 def _full(*_: object, **__: object) -> None:
@@ -136,6 +144,17 @@ def _end_once_noted(name: str) -> None:
     while read(name) is None and time.monotonic() < until_s:
         time.sleep(0.01)
     down.down(name, timeout=5.0)
+
+
+def test_a_sigterm_ends_what_only_begins_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has ended the command, as `timeout` does, knows of no other process."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as child:
+        monkeypatch.setattr(daemon, "_spawn", lambda *_: child)
+        monkeypatch.setattr(daemon, "_relay", lambda *_: signal.raise_signal(signal.SIGTERM))
+        assert daemon.start_and_wait("chat", as_json=False) == INTERRUPTED
+        assert child.returncode == -signal.SIGTERM
+    assert read("chat") is None
 
 
 def test_what_the_child_has_noted_itself_is_left_and_no_other_takes_its_name(
