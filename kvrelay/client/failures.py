@@ -17,6 +17,8 @@ _NOBODY = "nothing answers at {}; is `kvrelay up` running there?"
 _NAMELESS = "the host of {} has no address that is known here; is its name right?"
 _REACHED = {  # somebody is there, but speaks otherwise
     "wrong_version_number": "{} speaks plain text, not TLS; leave TLS out, or give the router tls",
+    "certificate has expired": "the certificate at {} has expired, or the clock here is ahead; have it renewed",
+    "certificate is not yet valid": "the certificate at {} is not valid yet, or the clock here is behind; set it right",
     "certificate_verify_failed": "the certificate at {} is of no authority that is trusted here; give --tls-ca, or "
     "KVRELAY_TLS_CA",
     "hostname verification": "the certificate at {} is another name's; call the router by the name in its certificate",

@@ -168,6 +168,8 @@ def test_the_key_of_http_is_found_where_a_cluster_started_here_serves_it(
         ("Socket closed", "hung up at once: it wants TLS"),
         ("Tls handshake failed: SSL_ERROR_SSL: WRONG_VERSION_NUMBER: Invalid", "speaks plain text, not TLS"),
         ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: unable to get", "give --tls-ca, or KVRELAY_TLS_CA"),
+        ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", "has expired, or the clock"),
+        ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: certificate is not yet valid: OK", "is not valid yet, or"),
         ("Hostname Verification Check failed.", "is another name's"),
         ("connect: Connection refused (111)", "nothing answers"),
     ],
