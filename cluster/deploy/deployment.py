@@ -134,15 +134,20 @@ class Deployment:
             except (ActorUnavailableError, TimeoutError):
                 time.sleep(CONTROLLER_RETRY_S)
             except ActorDiedError as error:
-                raise DeployError(_why_gone(error, has_answered=self._version > Version())) from None
+                raise DeployError(_why_gone(error, has_answered=self._has_answered)) from None
             self._check_ray()
-            if self._version == Version() and (why := why_full()):
+            if not self._has_answered and (why := why_full()):
                 raise DeployError(f"the controller does not start, and {why}")
             if time.monotonic() > deadline_s:
                 raise DeployError("the controller does not answer, so nothing is known of the others", is_a_crash=True)
         self._version = snapshot["version"]
         self._check_ray()
         return snapshot
+
+    @property
+    def _has_answered(self) -> bool:
+        """The controller; no request runs before it has."""
+        return self._version > Version()
 
     def _check_ray(self) -> None:
         """Raises DeployError when a Ray of our own cannot keep the cluster any more."""
@@ -184,7 +189,7 @@ class Deployment:
         is_lost: Callable[[], object] = self._local.why_lost if self._local is not None else bool
         if not ends_within(named_actors, ANSWER_TIMEOUT_S, is_lost):
             return False
-        timeout_s = drain_s + STOP_TIMEOUT_S
+        timeout_s = drain_s + STOP_TIMEOUT_S if self._has_answered else ANSWER_TIMEOUT_S
         return controller is None or ends_within(lambda: end_actors(controller, timeout_s), 2 * timeout_s, is_lost)
 
     def leave(self) -> None:

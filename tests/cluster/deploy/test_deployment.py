@@ -14,6 +14,7 @@ import pytest
 from cluster.deploy import deployment as deployments
 from cluster.deploy.deployment import Deployment
 from cluster.deploy.ray import DeployError
+from cluster.deploy.roster import Version
 from worker.wire.secrets import Secrets
 
 pytestmark = pytest.mark.unit
@@ -100,6 +101,19 @@ def test_actors_that_cannot_be_ended_are_killed_with_their_ray(monkeypatch: pyte
     local = LocalRay()
     assert not deployment(local, Controller()).stop()
     assert local.stopped == [False]
+
+
+@pytest.mark.parametrize(("version", "waits_s"), [(Version(), 5.0), (Version(epoch=1), 305.0)])
+def test_a_controller_that_never_answered_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, version: Version, waits_s: float
+) -> None:
+    """None has a request by then that may end."""
+    waited: list[float] = []
+    monkeypatch.setattr(deployments, "end_actors", lambda _, timeout_s: waited.append(timeout_s))
+    stopping = deployment(LocalRay(), Controller())
+    stopping._version = version
+    assert stopping.stop()
+    assert waited == [waits_s]
 
 
 def test_a_controller_that_died_with_its_ray_is_not_waited_for() -> None:
