@@ -55,6 +55,7 @@ class AnswerParser:
         self._texts = texts
         self._state: Literal["said", "thought", "called"] = "thought" if is_thinking else "said"
         self._held = ""
+        self._space: list[str] = []  # before all that is said; of an answer that calls and says nothing it is left out
         self._has_begun = False  # something other than space was said
         self._is_bare_call = False
         self._has_called = False  # and said nothing since
@@ -78,8 +79,10 @@ class AnswerParser:
                 pass
         if self._state == "called":
             self._close_call(self._held, "", parts)
-        elif self._held:
-            parts.append(Part(self._state, self._held))
+        else:
+            self._say(self._held, parts)
+        if self._space and not self.num_calls:
+            parts.append(Part("said", "".join(self._space)))
         self._held = ""
         return parts
 
@@ -114,10 +117,17 @@ class AnswerParser:
         return ends
 
     def _say(self, text: str, parts: list[Part]) -> None:
-        if text:
-            self._has_called = False
-            self._has_begun = self._has_begun or (self._state == "said" and bool(text.strip()))
-            parts.append(Part("thought" if self._state == "thought" else "said", text))
+        if not text:
+            return
+        self._has_called = False
+        if self._state == "thought":
+            parts.append(Part("thought", text))
+            return
+        self._has_begun = self._has_begun or bool(text.strip())
+        self._space.append(text)
+        if self._has_begun or not self._finds_calls:
+            parts.append(Part("said", "".join(self._space)))
+            self._space.clear()
 
     def _begins_bare_call(self) -> bool:
         """Llama 3 may leave its mark out: an answer that is an object is a call."""
@@ -147,6 +157,8 @@ class AnswerParser:
         if not calls or (rest and self._marks.tools[1]):
             calls, rest = [], ("" if self._is_bare_call else begin) + body + end
         self._has_called = bool(calls)
+        if calls:
+            self._space.clear()
         for call in calls:
             self.num_calls += 1
             parts.append(Part("called", call=call))

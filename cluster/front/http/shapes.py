@@ -243,7 +243,7 @@ def whole_message(deltas: Sequence[ChatMessage]) -> ChatMessage:
         for delta in deltas
         for call in delta.get("tool_calls", [])
     ]
-    message: ChatMessage = {"role": "assistant", "content": (said.strip() and said) or None if calls else said}
+    message: ChatMessage = {"role": "assistant", "content": said or None if calls else said}
     if thought:
         message["reasoning_content"] = thought
     if calls:

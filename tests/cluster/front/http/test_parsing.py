@@ -77,6 +77,13 @@ CASES = [
     (HERMES, "<tool_call>no call</tool_call>y", [("said", "<tool_call>no call</tool_call>y")]),
     (
         HERMES,
+        '<think>hm</think>\n\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n',
+        [("thought", "hm"), ("called", "f({})")],
+    ),
+    *((HERMES, text, [("said", text)]) for text in ("\n\n", "\n so", "\n\n<tool_call>no call</tool_call>")),
+    (LLAMA, '\n {"name": "f", "parameters": {}}', [("called", "f({})")]),
+    (
+        HERMES,
         r'<tool_call>{"name": "f", "arguments": {"x": "a </tool_call> \"</tool_call>"}}</tool_call>'
         r'<tool_call>{"name": "g", "arguments": {"x": "\\"}}</tool_call>y',
         [
