@@ -18,7 +18,7 @@ import grpc
 from cluster.front.allowance.options import NO_LIMITS, Account
 from cluster.front.models.adapters import AdapterBook
 from cluster.front.structured import check_form
-from cluster.front.tokenizer import TextCodec
+from cluster.front.tokenizer import PromptTooLong, TextCodec
 from cluster.front.trace_context import TRACE
 from cluster.router.live.requests import NewRequest, RequestFailed
 from engine.kept import POLICY_KEYS
@@ -256,10 +256,7 @@ async def _prompt_ids(
     if not ids:
         raise InvalidRequest(f"the prompt is empty; give {kind} with at least one token")
     if len(ids) >= model.max_model_len:
-        raise InvalidRequest(
-            f"the prompt is {len(ids)} tokens; the model takes {model.max_model_len} with the output, "
-            f"so give at most {model.max_model_len - 1}"
-        )
+        raise PromptTooLong(f"{len(ids)} tokens", model.max_model_len)
     if (largest := max(ids)) >= model.vocab_size:
         raise InvalidRequest(f"the prompt has token id {largest}; the model's ids go from 0 to {model.vocab_size - 1}")
     return ids

@@ -47,6 +47,14 @@ class TokenizerError(ValueError):
     """The model directory has no tokenizer that can be loaded. One sentence with the mend."""
 
 
+class PromptTooLong(InvalidRequest):
+    """For the model. Said in vLLM's words, by which clients know that they are to send less."""
+
+    def __init__(self, size: str, max_model_len: int, why: str = "") -> None:
+        why = why or f"so give at most {max_model_len - 1}"
+        super().__init__(f"the prompt is {size}; this model's maximum context length is {max_model_len} tokens, {why}")
+
+
 class TextCodec:
     def __init__(self, tokenizer: Any, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
         """`tokenizer` is a fast tokenizer of transformers. Raises TokenizerError for one that is not."""
@@ -134,10 +142,8 @@ class TextCodec:
         limit = max_model_len * self.longest_token_bytes
         num_bytes = len(text.encode())
         if num_bytes > limit:
-            raise InvalidRequest(
-                f"the prompt is {num_bytes} bytes; the model takes {max_model_len} tokens, "
-                f"which are {limit} bytes at most, so give a shorter one"
-            )
+            why = f"{limit} bytes at most, so give a shorter one"
+            raise PromptTooLong(f"{num_bytes} bytes", max_model_len, why)
         return num_bytes
 
     @contextmanager
@@ -161,7 +167,7 @@ class TextCodec:
             piece = text[start : start + PIECE_CHARS]
             num_tokens += await self._in_thread(lambda piece=piece: len(self._tokenise(piece)))  # type: ignore[misc]
             if num_tokens > SURELY_TOO_LONG * max_model_len:
-                raise _too_long(f"more than {num_tokens // SURELY_TOO_LONG}", max_model_len)
+                raise PromptTooLong(f"more than {num_tokens // SURELY_TOO_LONG} tokens", max_model_len)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """A thread cannot be interrupted: it keeps its slot though nobody waits for its answer any more."""
@@ -178,7 +184,7 @@ class TextCodec:
     def _encode(self, text: str, max_model_len: int, special_tokens: bool) -> list[int]:
         encoding = self._tokenise(text, special_tokens)
         if len(encoding) >= max_model_len:  # before a list is made of them, which holds the interpreter lock
-            raise _too_long(str(len(encoding)), max_model_len)
+            raise PromptTooLong(f"{len(encoding)} tokens", max_model_len)
         return list(encoding.ids)
 
     def _tokenise(self, text: str, special_tokens: bool = True) -> Any:
@@ -192,13 +198,6 @@ class TextCodec:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.forms.close()
-
-
-def _too_long(num_tokens: str, max_model_len: int) -> InvalidRequest:
-    return InvalidRequest(
-        f"the prompt is {num_tokens} tokens; the model takes {max_model_len} with the output, "
-        f"so give at most {max_model_len - 1}"
-    )
 
 
 def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> TextCodec:

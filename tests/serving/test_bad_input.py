@@ -113,7 +113,7 @@ BAD_PROMPTS: dict[str, tuple[Callable[[], str | list[int]], GenerateOptions, str
     "longer than the model": (
         lambda: random_prompt(MAX_MODEL_LEN, seed=1),
         GenerateOptions(),
-        "the prompt is 512 tokens; the model takes 512 with the output, so give at most 511",
+        "the prompt is 512 tokens; this model's maximum context length is 512 tokens, so give at most 511",
     ),
     "text longer than the model": (lambda: "word " * 2000, GenerateOptions(), "so give at most 511"),
     "4 MB": (lambda: "x" * MANY_BYTES, GenerateOptions(), "the prompt is 4000000 "),
@@ -165,7 +165,7 @@ RAW: dict[str, tuple[bytes, str]] = {
     "no prompt": (b"", "the prompt is missing; give text or token_ids"),
     "a million ids": (
         b"\x1a\xc4\x84\x3d\x0a\xc0\x84\x3d" + b"\x07" * 1_000_000,
-        "the prompt is 1000000 tokens; the model takes 512 with the output, so give at most 511",
+        "the prompt is 1000000 tokens; this model's maximum context length is 512 tokens, so give at most 511",
     ),
 }
 

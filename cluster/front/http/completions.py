@@ -11,6 +11,7 @@ from cluster.front.http.schemas import CompletionRequest, proto_prompts
 from cluster.front.http.shapes import CompletionChoice
 from cluster.front.http.tellers import CompletionTeller
 from cluster.front.models.catalog import Served
+from cluster.front.tokenizer import PromptTooLong
 from engine.types import InvalidRequest
 from kvrelay.v1 import generate_pb2
 
@@ -81,7 +82,7 @@ def _text(served: Served, prompt: str | list[int]) -> str:
     if served.codec is None:
         raise InvalidRequest("echo is true, and no tokenizer is loaded; leave it out")
     if len(prompt) > (longest := served.ready().info.max_model_len):
-        raise InvalidRequest(f"the prompt is {len(prompt)} tokens; the model takes {longest} with the output")
+        raise PromptTooLong(f"{len(prompt)} tokens", longest)
     return served.codec.text_of(prompt)
 
 

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from cluster.front.bounds.limits import jittered_ms
 from cluster.front.generation import Limits
+from cluster.front.tokenizer import PromptTooLong
 from cluster.router.live.requests import RequestFailed
 from engine.types import InvalidRequest
 
@@ -54,7 +55,8 @@ def told(error: RequestFailed | InvalidRequest) -> tuple[int, ErrorBody, dict[st
     """Status, body and headers."""
     if isinstance(error, InvalidRequest):
         sentence = str(error).replace("kv_policy.", "kv_")  # a message of gRPC's, whose fields are keys here
-        return 400, body_of(sentence, "invalid_request_error", param=_param(sentence)), {}
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None  # OpenAI's
+        return 400, body_of(sentence, "invalid_request_error", param=_param(sentence), code=code), {}
     status, kind = STATUS.get(error.code, OTHER)
     code, param = error.code.name.lower(), _param(str(error))
     code = "model_not_found" if (error.code, param) == (Code.NOT_FOUND, "model") else code

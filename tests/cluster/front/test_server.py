@@ -208,10 +208,16 @@ BAD: dict[str, tuple[Callable[[], generate_pb2.GenerateRequest], str]] = {
     ),
     "too long": (
         lambda: request([5] * 512),
-        "the prompt is 512 tokens; the model takes 512 with the output, so give at most 511",
+        "the prompt is 512 tokens; this model's maximum context length is 512 tokens, so give at most 511",
     ),
-    "4 MB of text": (lambda: said(LONG), "the prompt is 4000000 bytes; the model takes 512 tokens"),
-    "4 million ids": (lambda: request([5] * 4_000_000), "the prompt is 4000000 tokens; the model takes 512"),
+    "4 MB of text": (
+        lambda: said(LONG),
+        "the prompt is 4000000 bytes; this model's maximum context length is 512 tokens",
+    ),
+    "4 million ids": (
+        lambda: request([5] * 4_000_000),
+        "the prompt is 4000000 tokens; this model's maximum context length is 512",
+    ),
     "NaN": (lambda: request(temperature=math.nan), "temperature is nan; give a number from 0 to 100"),
     "negative temperature": (lambda: request(temperature=-0.1), "temperature is -0.1; give a number from 0 to 100"),
     "top_p 0": (lambda: request(top_p=0.0), "top_p is 0; give a number above 0 to 1"),

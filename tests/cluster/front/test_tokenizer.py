@@ -103,7 +103,7 @@ async def test_a_text_with_more_bytes_than_the_model_could_take_is_refused_untok
     codec = load_codec(str(directory))
     assert codec.longest_token_bytes == 5
     assert await codec.encode("x" * 50, 10) == [0, 1]
-    with pytest.raises(InvalidRequest, match="the prompt is 51 bytes; the model takes 10 tokens"):
+    with pytest.raises(InvalidRequest, match="51 bytes; this model's maximum context length is 10 tokens"):
         await codec.encode("x" * 51, 10)
     with pytest.raises(InvalidRequest, match="the prompt is 52 bytes"):
         await codec.encode("é" * 26, 10)
@@ -192,7 +192,7 @@ async def test_a_text_that_is_refused_after_its_client_has_left_fills_no_log() -
 async def test_a_text_that_is_far_too_long_is_never_tokenised_whole() -> None:
     backend, codec = stuck_codec(10_000_000)
     backend.go_on.set()
-    with pytest.raises(InvalidRequest, match="the model takes 50000 with the output"):
+    with pytest.raises(InvalidRequest, match="length is 50000 tokens, so give at most 49999"):
         await codec.encode("x" * 4_000_000, 50_000)
     assert sum(map(len, backend.texts)) <= 3 * 65_536
 

@@ -411,7 +411,10 @@ async def test_a_request_brings_no_template_of_its_own(key: str) -> None:
             "logit_bias of 5 is 101; give a number from -100 to 100",
         ),
         ({"prompt": [VOCAB]}, f"the prompt has token id {VOCAB}; the model's ids go from 0 to {VOCAB - 1}"),
-        ({"prompt": "w5 " * 600}, "the prompt is 600 tokens; the model takes 512 with the output, so give at most 511"),
+        (
+            {"prompt": "w5 " * 600},
+            "the prompt is 600 tokens; this model's maximum context length is 512 tokens, so give at most 511",
+        ),
         ({"prompt": ["w5"] * 128, "n": 64}, "n is 64 with 128 prompts; give at most 7"),
         ({"prompt": "w5", "n": 0}, "n is 0; give a whole number of 1 to 64"),
         ({"prompt": "w5", "n": 2**31 - 1}, "n is 2147483647; give a whole number of 1 to 64"),
@@ -428,6 +431,17 @@ async def test_a_mistake_is_one_sentence(body: dict[str, Any], message: str) -> 
         assert answer["error"]["type"] == "invalid_request_error"
         assert (await h.post("/v1/completions", **body, stream=True))[0] == 400
         assert (await h.post("/v1/completions", prompt="w5", max_tokens=1))[0] == 200
+
+
+async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it() -> None:
+    """Some by OpenAI's code, some by vLLM's words: they cut the prompt, or ask a model that takes more."""
+    async with http(codec=words()) as h:
+        for asked in ({"prompt": "w5 " * 600}, {"prompt": [5] * 600}, {"prompt": [5] * 600, "echo": True}):
+            _, answer = await h.post("/v1/completions", **asked)
+            assert answer["error"]["code"] == "context_length_exceeded"
+            assert "this model's maximum context length is 512 tokens" in answer["error"]["message"]
+        _, answer = await h.post("/v1/completions", prompt="w5", n=0)
+        assert answer["error"]["code"] is None
 
 
 @pytest.mark.parametrize(
