@@ -29,13 +29,13 @@ MAX_PROMPTS = 128  # in one request
 MAX_CHOICES = 896  # of all its prompts: what one token may have waiting in an idle router, by default
 UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "audio": (None,),
-    "bad_token_ids": (None, []),  # names of gRPC's, which are others here
+    "bad_token_ids": (None, []),
     "beam_search": (None,),
     "chat_template": (None,),
     "echo": (None, False),  # a chat's
     "function_call": (None, "none"),
     "functions": (None, []),
-    "guided_choice": (None,),  # vLLM's names before structured_outputs
+    "guided_choice": (None,),
     "guided_grammar": (None,),
     "guided_json": (None,),
     "guided_regex": (None,),
@@ -48,6 +48,18 @@ UNSERVED: Mapping[str, tuple[Any, ...]] = {  # and what may stand there
     "suffix": (None, ""),
     "thinking_token_budget": (None,),
     "truncate_prompt_tokens": (None,),
+}
+NAMED_HERE: Mapping[str, str] = {  # what gRPC, older versions of vLLM and OpenAI's first tools call otherwise
+    "bad_token_ids": "bad_words",
+    "beam_search": "use_beam_search",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "kv_policy": "kv_window_tokens",
+    "structured": "structured_outputs",
 }
 
 
@@ -163,7 +175,9 @@ class Sampled(BaseModel):
         """Raises InvalidRequest for a field that would change the answer and cannot be served."""
         for key, value in (self.model_extra or {}).items():
             if key in UNSERVED and value not in UNSERVED[key]:
-                raise InvalidRequest(f"{key} is {str(value)[:80]}; this server does not do that, so leave it out")
+                named = NAMED_HERE.get(key)
+                mend = f"give {named} instead" if named else "this server does not do that, so leave it out"
+                raise InvalidRequest(f"{key} is {str(value)[:80]}; {mend}")
         if not 1 <= self.num_choices <= MAX_N:
             raise InvalidRequest(f"n is {self.num_choices}; give a whole number of 1 to {MAX_N}")
         if self.best_of is not None and self.best_of != self.num_choices:

@@ -36,6 +36,11 @@ def test_what_a_chat_cannot_do_is_refused(key: str, value: Any) -> None:
     assert prompt("x", **{key: None}) == "x"
 
 
+def test_what_has_another_name_here_is_told_it() -> None:
+    with pytest.raises(InvalidRequest, match=r"guided_regex is a\+; give structured_outputs.regex instead"):
+        prompt("x", guided_regex="a+")
+
+
 @pytest.mark.parametrize("wrong", ["1 // (messages[0].content | int)", "10.0 ** 400", "messages[0].x.y"])
 def test_what_a_template_stumbles_at_is_the_clients_to_mend(wrong: str) -> None:
     with pytest.raises(InvalidRequest, match="messages cannot be read by the model's template"):
