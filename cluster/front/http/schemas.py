@@ -249,6 +249,8 @@ def _formatted(given: ResponseFormat | None) -> Iterator[generate_pb2.Structured
     if given is None or given.type == "text":
         return
     if given.type == "json_object":
+        if (given.model_extra or {}).get("schema") is not None:  # as llama.cpp and others take it
+            raise InvalidRequest("response_format has a schema; give it as json_schema.schema, with type json_schema")
         yield generate_pb2.StructuredOutput(json_object=True)
     elif given.json_schema is None or given.json_schema.schema_ is None:
         raise InvalidRequest("response_format is json_schema without a schema; give it as json_schema.schema")

@@ -242,6 +242,7 @@ def test_a_grammar_that_is_no_json_of_one_is_refused(text: str, tmp_path: Path) 
             "response_format and structured_outputs give an answer two forms",
         ),
         ({"response_format": {"type": "json_schema"}}, "response_format is json_schema without a schema"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format has a schema; give it as"),
     ],
 )
 def test_what_contradicts_itself_is_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
