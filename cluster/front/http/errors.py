@@ -30,6 +30,7 @@ STATUS: Mapping[grpc.StatusCode, tuple[int, str]] = {
 }
 OTHER = (500, "server_error")
 UNAVAILABLE_RETRY_S = 1.0
+ASKED_FOR = {"WWW-Authenticate": "Bearer"}  # with each 401, or clients such as Java's read none
 
 
 class ErrorDetail(TypedDict):
@@ -60,7 +61,8 @@ def told(error: RequestFailed | InvalidRequest) -> tuple[int, ErrorBody, dict[st
     status, kind = STATUS.get(error.code, OTHER)
     code, param = error.code.name.lower(), _param(str(error))
     code = "model_not_found" if (error.code, param) == (Code.NOT_FOUND, "model") else code
-    return status, body_of(str(error), kind, param=param, code=code), _retry_headers(error)
+    headers = ASKED_FOR if error.code is Code.UNAUTHENTICATED else _retry_headers(error)
+    return status, body_of(str(error), kind, param=param, code=code), headers
 
 
 def _retry_headers(error: RequestFailed) -> dict[str, str]:

@@ -598,6 +598,7 @@ async def test_who_has_no_key_is_refused_but_for_probes() -> None:
         for headers in ({"Authorization": "Bearer wrong"}, {"Authorization": ""}):
             answer = await h.raw.post("/v1/completions", json={"prompt": PROMPT}, headers=headers)
             assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+            assert answer.headers["www-authenticate"] == "Bearer"
             assert (await h.raw.get("/metrics", headers=headers)).status_code == 401
             assert (await h.raw.get("/health", headers=headers)).status_code == 200
             assert (await h.raw.get("/ready", headers=headers)).status_code == 200
