@@ -26,11 +26,15 @@ DONE = b"data: [DONE]\n\n"
 AT_ONCE = 64  # of a list, which may be a token's log-probabilities each: encoded in one go
 WRITE_BYTES = 64 * 1024
 NESTED = 4  # body, choices, choice, log-probabilities: below them nothing is long but lists
+LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\u0085\u2028\u2029"}  # where httpx ends a line; JSON has them raw
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def event(body: Any) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    for end, escaped in LINE_ENDS.items():
+        text = text.replace(end, escaped)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 class _Bounded(Response):

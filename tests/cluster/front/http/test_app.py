@@ -16,7 +16,7 @@ import pytest
 from cluster.front.http import listening
 from cluster.front.http.chat import ChatTemplates
 from cluster.front.http.schemas import CompletionRequest
-from cluster.front.http.streams import NESTED, WRITE_BYTES, json_pieces
+from cluster.front.http.streams import NESTED, WRITE_BYTES, event, json_pieces
 from engine.types import InvalidRequest
 from tests.cluster.front.http.harness import MARKS, Http, http, words
 from tests.cluster.harness import request
@@ -257,6 +257,15 @@ def test_what_is_written_piece_by_piece_is_the_same_json(body: Any) -> None:
     pieces = [*json_pieces(body, NESTED)]
     assert json.loads(b"".join(pieces)) == body
     assert max(map(len, pieces)) < 4096
+
+
+def test_an_event_is_one_line_to_whoever_splits_text() -> None:
+    """As httpx and requests do: at every end of a line that Unicode has."""
+    body = {"text": "a\n\r\v\f\x1c\x1d\x1e\u0085\u2028\u2029\u00e9"}
+    line, rest = event(body).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == body
+    assert rest == ""
+    assert "\u00e9" in line
 
 
 async def test_a_long_answer_is_written_in_pieces_and_says_how_long_it_is() -> None:
