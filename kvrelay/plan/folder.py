@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -45,7 +46,7 @@ def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
     context = plan_report.Context(
         title=title(plan, request),
         asked=asked_words(plan, request),
-        commands=_commands(plan, request, has_spec=bool(spec)),
+        commands=_commands(plan, request, folder, has_spec=bool(spec)),
         spec=spec,
         no_spec=no_spec,
     )
@@ -165,18 +166,20 @@ def _loaded_model(request: PlanRequest) -> str:
     return loadable_name(given)
 
 
-def _commands(plan: Plan, request: PlanRequest, *, has_spec: bool) -> list[tuple[str, str]]:
-    """(sentence, what to type). What a published system alone serves cannot be run."""
+def _commands(plan: Plan, request: PlanRequest, folder: Path, *, has_spec: bool) -> list[tuple[str, str]]:
+    """(sentence, what to type where the plan was made: its model, hardware and trace may be paths from there). What a
+    published system alone serves cannot be run."""
     again = ("Plan again:", command_of(request))
+    spec, kept = (shlex.quote(str(folder / name)) for name in ("cluster.yaml", "plan.json"))
     if not has_spec:
         return [again]
     if not plan.chosen.candidate.is_served:
         split = "kvrelay does not serve that. If that is what you want all the same, this starts the best split:"
-        return [(split, "kvrelay up cluster.yaml"), again]
+        return [(split, f"kvrelay up {spec}"), again]
     verify = "Play the same workload against it, and keep the error found as the next plan's margin:"
     return [
-        ("Start this cluster:", "kvrelay up cluster.yaml"),
-        (verify, "kvrelay verify plan.json --endpoint 127.0.0.1:50051"),
+        ("Start this cluster:", f"kvrelay up {spec}"),
+        (verify, f"kvrelay verify {kept} --endpoint 127.0.0.1:50051"),
         again,
     ]
 

@@ -97,7 +97,14 @@ def test_workers_that_do_both_are_told_and_their_spec_is_written(tmp_path: Path)
     assert (pool["role"], pool["replicas"], pool["chunk_tokens"]) == ("mixed", 4, 512)
     page = (tmp_path / "report.html").read_text()
     assert "Do not disaggregate: run four mixed workers of TP 2, which read prompts in chunks of 512 tokens" in page
-    assert "kvrelay verify plan.json" in page
+
+
+def test_its_commands_are_typed_where_the_plan_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(SERVED, REQUEST, Path("a plan"))
+    page = html.unescape(Path("a plan/report.html").read_text())
+    assert "kvrelay up 'a plan/cluster.yaml'" in page
+    assert "kvrelay verify 'a plan/plan.json'" in page
 
 
 def test_an_interval_of_nearly_everything_is_called_not_known(tmp_path: Path) -> None:
