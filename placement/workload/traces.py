@@ -92,7 +92,8 @@ def read_trace(path: Path, limit: int | None = None) -> list[Shape]:
             file.seek(0)
             rows = list(islice(read(file, str(path)), limit))
     except OSError as error:
-        raise WorkloadError(f"trace {path} cannot be read: {error.strerror}; give a file") from None
+        why = error.strerror or "it is a pipe, which is read but once"
+        raise WorkloadError(f"trace {path} cannot be read: {why}; give a file") from None
     except UnicodeDecodeError as error:
         if error.object.startswith(PACKED):
             raise WorkloadError(f"trace {path} is compressed; unpack it first") from None

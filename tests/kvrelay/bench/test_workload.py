@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,15 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path, content: bytes | None,
         path.write_bytes(content)
     with pytest.raises(WorkloadError, match=named):
         workload.read_trace(path)
+
+
+def test_a_pipe_is_no_trace() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"TIMESTAMP,ContextTokens,GeneratedTokens\n0,100,10\n")
+    os.close(writer)
+    with pytest.raises(WorkloadError, match=f"trace /dev/fd/{reader} cannot be read: it is a pipe, which is read but"):
+        workload.read_trace(Path(f"/dev/fd/{reader}"))
+    os.close(reader)
 
 
 def test_fit_scales_then_cuts_and_never_empties() -> None:
