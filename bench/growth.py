@@ -98,7 +98,7 @@ def main() -> None:
             rows = cases[name] = {"slo": asdict(case.slo), "rate_per_s": case.rate, "rows": []}
             for times in sizes:
                 for routers in ROUTERS:
-                    row = pool.apply(call, (packed(look, case, times, routers, seconds),))
+                    row = pool.submit(call, packed(look, case, times, routers, seconds)).result()
                     print(f"{name}: {row}", flush=True)
                     rows["rows"].append(row)
     result = {**about(), "cases": cases}

@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from multiprocessing.pool import Pool
+from concurrent.futures import Executor
 from typing import Any
 
 from bench.common import REPO, about, save
@@ -52,7 +52,7 @@ def timed(run: Callable[[Any, Workload], Outcome], cluster: Any, workload: Workl
 class Meter:
     """Measures in a process with the compiled modules, and in this one, which has the sources."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Executor) -> None:
         self._pool = pool
         self.rows: list[dict[str, Any]] = []
 
@@ -66,7 +66,7 @@ class Meter:
         base: float = 0,
     ) -> None:
         """`base`: the other simulator's requests per CPU-second on the same."""
-        compiled = self._pool.apply(call, (packed(timed, run, cluster, workload),))
+        compiled = self._pool.submit(call, packed(timed, run, cluster, workload)).result()
         plain = timed(run, cluster, workload) if len(workload) <= 20_000 else 0.0  # a minute and more else
         times = f"{compiled / base:5.0f} times ({plain / base:.0f})" if base else ""
         print(f"  {name:52} {of:14} {compiled:8,.0f} ({plain:6,.0f} uncompiled) requests/CPU-s {times}", flush=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
-from multiprocessing.pool import Pool
 from typing import Protocol, TypeVar
 
 from placement.compiled.pool import call, packed, simulation_pool
@@ -66,7 +66,7 @@ class _ProcessPool:
     def __init__(self, processes: int, stack: ExitStack, say: Progress) -> None:
         self._processes = processes
         self._stack = stack
-        self._pool: Pool | None = None
+        self._pool: Executor | None = None
         self._say = say
 
     def map(self, work: Callable[[Job], Result], jobs: Sequence[Job], what: str) -> list[Result]:
@@ -75,7 +75,7 @@ class _ProcessPool:
             self._pool = self._stack.enter_context(simulation_pool(self._processes))
         self._say(what, 0, len(jobs))
         results = []
-        for result in self._pool.imap(call, [packed(work, job) for job in jobs]):
+        for result in self._pool.map(call, [packed(work, job) for job in jobs]):
             results.append(result)
             self._say(what, len(results), len(jobs))
         return results

@@ -10,6 +10,7 @@ Exit codes: 0 planned; 1 it failed; 2 asked wrongly, or for what cannot be (one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvrelay.cli.console import JsonOption, NoProgressOption, exit_codes, note, print_json
+from kvrelay.cli.console import CliError, JsonOption, NoProgressOption, exit_codes, note, print_json
 from kvrelay.cli.groups import Flags, grouped
 from kvrelay.cli.progress import progress
 from kvrelay.plan.request import PlanRequest
@@ -87,7 +88,12 @@ def plan(
     several = request is not None and len(request) > 1
     with exit_codes(as_json, wrong=ASKED_WRONGLY, interrupted="interrupted; nothing was written"):
         make = _plan_several if several else _plan_one
-        answer = make(request or (), asked, out, show=not no_progress)
+        try:
+            answer = make(request or (), asked, out, show=not no_progress)
+        except BrokenExecutor:
+            raise CliError(
+                "a process that simulates was ended from outside, as where memory runs out; give fewer --processes"
+            ) from None
     _tell(answer, as_json=as_json)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import pkgutil
 import shutil
 import sys
+from concurrent.futures import BrokenExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,17 +62,17 @@ def test_the_compiled_simulator_finds_the_same() -> None:
     in_turn = replace(left, loop=ClosedLoop(max_concurrency=9, think_s=0.01))
     with simulation_pool(1) as pool:
         found: list[Outcome] = [
-            pool.apply(call, (packed(simulate, short, workload),)),
-            pool.apply(call, (packed(simulate, both, workload),)),
-            pool.apply(call, (packed(simulate, trouble, left),)),
-            pool.apply(call, (packed(simulate, both, in_turn),)),
-            pool.apply(call, (packed(simulate, ahead, workload),)),
-            pool.apply(
-                call, (packed(simulate_distserve, DistServeCluster(prefill=latency, decode=latency), workload),)
-            ),
+            pool.submit(call, packed(simulate, short, workload)).result(),
+            pool.submit(call, packed(simulate, both, workload)).result(),
+            pool.submit(call, packed(simulate, trouble, left)).result(),
+            pool.submit(call, packed(simulate, both, in_turn)).result(),
+            pool.submit(call, packed(simulate, ahead, workload)).result(),
+            pool.submit(
+                call, packed(simulate_distserve, DistServeCluster(prefill=latency, decode=latency), workload)
+            ).result(),
         ]
-        assert not pool.apply(where_the_policies_are).endswith(".py")
-        pool.apply(import_all, ("placement", "kvrelay.calibrate"))  # what is not compiled is there, too
+        assert not pool.submit(where_the_policies_are).result().endswith(".py")
+        pool.submit(import_all, "placement", "kvrelay.calibrate").result()  # what is not compiled is there, too
     expected = [
         simulate(short, workload),
         simulate(both, workload),
@@ -97,9 +99,9 @@ def test_without_a_compiler_the_sources_run_and_a_warning_says_so(
     workload = requests(20)
     for _ in range(2):
         with simulation_pool(1, cache=tmp_path) as pool:
-            outcome: Outcome = pool.apply(
-                call, (packed(simulate, cluster(workers("prefill"), workers("decode")), workload),)
-            )
+            outcome: Outcome = pool.submit(
+                call, packed(simulate, cluster(workers("prefill"), workers("decode")), workload)
+            ).result()
         assert outcome.served == 20
     assert [record.getMessage() for record in caplog.records] == [
         "the simulator runs uncompiled, at about a quarter of its speed: "
@@ -152,4 +154,15 @@ class Unreadable:
 
 def test_a_task_that_a_process_cannot_read_is_told() -> None:
     with simulation_pool(1) as pool, pytest.raises(ValueError, match="no number"):
-        pool.apply(call, (packed(simulate, Unreadable()),))
+        pool.submit(call, packed(simulate, Unreadable())).result()
+
+
+def test_processes_that_are_ended_from_outside_are_told_and_the_pool_is_left() -> None:
+    others = set(multiprocessing.active_children())
+    with simulation_pool(2) as pool:
+        assert pool.submit(where_the_policies_are).result()
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()  # as `timeout` does, to all of a group
+        with pytest.raises(BrokenExecutor):
+            pool.submit(where_the_policies_are).result(timeout=60)
+    assert not set(multiprocessing.active_children()) - others
