@@ -39,7 +39,7 @@ def _table(title: str, *columns: str, first: int = 0) -> Table:
 def _figures(plan: Plan) -> Table:
     chosen, at_rate = plan.chosen, plan.at_rate
     table = _table("The plan")
-    table.add_column(min_width=30)
+    table.add_column()
     table.add_column(justify="left")
     for pool in chosen.candidate.pools:
         kv = f"{pool.num_pages * pool.page_size:,} tokens of KV each"

@@ -169,6 +169,14 @@ def test_the_terminal_shows_the_answer_and_the_alternatives(plan: Plan) -> None:
     assert plan.advice[0] in text
 
 
+def test_a_narrow_terminal_wraps_the_figures_and_cuts_none() -> None:
+    console = Console(width=50, record=True, file=io.StringIO())
+    _, figures, *_ = tables(PLAN)
+    console.print(figures)
+    words = console.export_text().split()
+    assert {"H100-SXM,", "384,000", "14.9)", "91.7%)"} <= set(words)
+
+
 def test_infinite_ends_of_intervals_are_shown_and_written(tmp_path: Path) -> None:
     wild = Interval(float("inf"), 0.2, float("inf"))
     point = replace(PLAN.at_rate, ttft_s={"50": wild, "90": wild, "99": wild}, is_settled=False)
