@@ -26,7 +26,7 @@ def tables(summary: Mapping[str, Any]) -> Iterator[Table]:
 
 def _pairs(title: str, rows: Mapping[str, str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
-    table.add_column(min_width=38)
+    table.add_column()
     table.add_column(justify="right")
     for name, value in rows.items():
         table.add_row(name, value)
@@ -55,7 +55,7 @@ def _totals(summary: Mapping[str, Any]) -> Table:
 
 def _latency(latency_ms: Mapping[str, Mapping[str, float | None]]) -> Table:
     table = Table(title="Latency as the client saw it (ms)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", min_width=38)
+    table.add_column("")
     columns = list(next(iter(latency_ms.values()), {}))
     shown = [name for name in columns if name != "std" and not (name == "median" and "p50" in columns)]
     for name in shown:

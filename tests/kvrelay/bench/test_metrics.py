@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from kvrelay.bench import metrics
 from kvrelay.bench.metrics import MetricsError, Outcome
@@ -186,3 +188,14 @@ def test_a_server_without_handoffs_gets_no_table_of_them() -> None:
     served = Outcome(index=0, due_s=0.0, input_len=4, token_times_s=[0.5, 1.0], output_len=2)
     shown = metrics.summarise([served], 1.0, {}, ["ttft"], [50.0])
     assert [table.title for table in tables(shown)] == ["Serving benchmark", "Latency as the client saw it (ms)"]
+
+
+def test_every_percentile_is_shown_on_80_columns() -> None:
+    served = Outcome(index=0, due_s=0.0, input_len=4, token_times_s=[12.3456, 14.0], output_len=2)
+    shown = metrics.summarise([served], 1.0, {}, ["ttft", "tpot"], [50.0, 90.0, 95.0, 99.0])
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in tables(shown):
+        console.print(table)
+    text = console.export_text()
+    assert text.count("12345.60") == 5  # and the mean
+    assert "P99" in text
