@@ -36,7 +36,7 @@ def summary(result: SweepResult, sweep: Sweep) -> Iterator[str]:
         yield f"times: {source}, within {result.error:.0%} nine times in ten"
     targets = [f"{name} {_ms(limit)} ms" for name, limit in _targets(sweep) if math.isfinite(limit)]
     if targets:
-        yield f"targets: {' and '.join(targets)} for {sweep.slo.attainment:.0%} of requests"
+        yield f"targets: {' and '.join(targets)} for {100 * sweep.slo.attainment:.4g}% of requests"
 
 
 def _targets(sweep: Sweep) -> list[tuple[str, float]]:

@@ -165,7 +165,7 @@ class Provisioner:
             reason = f"{spoken(worst)} is {judgement.ratios[worst]:.2f} times its limit"
         elif not judgement.is_met:
             wanted = targets.wanted_attainment
-            reason = f"only {judgement.attainment:.1%} meet both targets, of {wanted:.0%} wanted,"
+            reason = f"only {judgement.attainment:.1%} meet both targets, of {100 * wanted:.4g}% wanted,"
         else:
             return True
         self.refused[design.name] = f"{reason} for requests that are alone on a machine"

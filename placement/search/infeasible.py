@@ -121,7 +121,7 @@ def why_nothing(
                 f"num_gpus is {num_gpus}: the smallest prefill and decode workers that keep the targets take {least}; "
                 f"give {least} or more"
             )
-    wanted = f"{problem.targets.slo.attainment:.0%} of requests"
+    wanted = f"{100 * problem.targets.slo.attainment:.4g}% of requests"
     if problem.targets.classes:
         wanted = "as many requests of each class as are to meet them"
     if prefills and decodes:

@@ -24,12 +24,13 @@ def ratio_cells(name: str, row: Row) -> tuple[str, ...]:
 
 
 def knee_words(found: Row, wanted: float) -> str:
+    share = f"{100 * wanted:.4g}%"
     if found["where"] == "above":
-        return f"{wanted:.0%} of requests meet the targets at {found['rate']:g} requests/s still; play higher rates"
+        return f"{share} of requests meet the targets at {found['rate']:g} requests/s still; play higher rates"
     if found["where"] == "below":
-        return f"at {found['rate']:g} requests/s fewer than {wanted:.0%} of requests meet the targets; play lower rates"
+        return f"at {found['rate']:g} requests/s fewer than {share} of requests meet the targets; play lower rates"
     return (
-        f"{wanted:.0%} of requests meet the targets up to {found['rate']:.3g} requests/s "
+        f"{share} of requests meet the targets up to {found['rate']:.3g} requests/s "
         f"({found['low']:.3g} to {found['high']:.3g})"
     )
 

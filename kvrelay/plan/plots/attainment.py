@@ -42,7 +42,8 @@ def attainment_by_rate(plan: Plan, width: Width) -> Figure | None:
     axes.axvline(rate, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     axes.set_xlim(0, right)
     axes.set_ylim(floor, 1.015)
-    axes.text(right * 0.006, plan.slo.attainment - 0.006, f"target {plan.slo.attainment:.0%}", va="top", color=MUTED)
+    target = f"target {100 * plan.slo.attainment:.4g}%"
+    axes.text(right * 0.006, plan.slo.attainment - 0.006, target, va="top", color=MUTED)
     label_above(axes, rate, right, f"{rate:.3g} requests/s")
     levels = [plan.slo.attainment - 0.07 - 0.05 * (i % 5) for i in range(len(marked))]
     for rank, level in zip(marked, levels, strict=True):

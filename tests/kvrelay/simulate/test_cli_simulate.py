@@ -135,8 +135,9 @@ def test_a_trace_is_played_at_its_own_pace_where_no_rate_is_given(spec: str, tmp
 
 
 def test_a_person_gets_a_table_that_names_what_it_shows(spec: str) -> None:
-    result = run(spec, *FEW, "--rates", "2,4")
+    result = run(spec, *FEW, "--rates", "2,4", "--attainment", "0.999")
     assert result.exit_code == 0
+    assert "for 99.9% of requests" in result.stdout
     for text in ("1 x prefill", "meet both targets", "TTFT P90, ms", "decode, mean ms", "prefill busy"):
         assert text in result.stdout, result.stdout
     assert "within 7% nine times in ten" in result.stdout

@@ -79,6 +79,7 @@ def test_targets_of_classes_are_the_strictest_and_none_is_infinite() -> None:
     wanted = "for as many requests of each class as are to meet them but when idle"
     assert told(*CLASSES, slo=Slo()).startswith(f"TTFT 250 ms: no prefill worker of up to 1 GPU keeps it {wanted}")
     assert told().startswith("TTFT 250 ms: no prefill worker of up to 1 GPU keeps it for 90% of requests but when")
+    assert "keeps it for 99.9% of requests" in told(slo=replace(CLASSES[0].slo, attainment=0.999))
     assert told(slo=Slo(tpot_s=0.02)).startswith(
         "no prefill worker of up to 1 GPU serves these requests (it holds too little); allow more GPUs"
     )
