@@ -6,15 +6,16 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """What is no plain file, such as /dev/stdout, is written to as it is. Raises OSError."""
+    data = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
     target = path.resolve()  # of a link, what it is to
     made = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        made.write_text(text, encoding="utf-8")
+        made.write_bytes(data)
         made.replace(target)
     except OSError:
         made.unlink(missing_ok=True)

@@ -25,6 +25,7 @@ from placement.latency.model_files import load_shape, loadable_name
 from placement.latency.model_shape import FEW_BITS, ModelShape
 from placement.latency.profile_file import read_profile
 from placement.plan import Plan, to_json
+from placement.whole_file import write_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
     path = folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        write_whole(path, content)
     except OSError as error:
         raise PlanError(f"--out is {folder}, where {name} cannot be written ({error.strerror}); give another") from None
     return path

@@ -171,7 +171,7 @@ class RooflineCatalog:
             return f"{why}; give TP {_either(self._tps())}"
         if tp > self.gpus_per_node:
             return (
-                f"TP {tp} is more than the {self.gpus_per_node} {self.machine.unit}s of a node; "
+                f"TP {tp} is more {self.machine.unit}s than a node has, {self.gpus_per_node}; "
                 f"give TP {_either(self._tps())}, and PP for the rest"
             )
         return why_not_staged(self.shape, pp)

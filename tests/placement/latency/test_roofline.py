@@ -222,7 +222,7 @@ def test_heads_that_cannot_be_cut_are_held_more_than_once() -> None:
             "deepseek-v3, 1,342 GB of weights, does not fit on 8 GPUs of 141 GB each (TP 8), and its 61 layers divide "
             "into no 2 to 16 equal stages; give a smaller model, or a GPU with more memory",
         ),
-        ("llama-3.1-70b", "h100-sxm", Degrees(16), "TP 16 is more than the 8 GPUs of a node; give TP 1, 2, 4 or 8"),
+        ("llama-3.1-70b", "h100-sxm", Degrees(16), "TP 16 is more GPUs than a node has, 8; give TP 1, 2, 4 or 8"),
         ("llama-3.1-8b", "h100-sxm", Degrees(1, 33), "PP 33 is more than the 32 layers of llama-3.1-8b"),
         ("llama-3.1-8b", "h100-sxm", Degrees(0), "TP 0 x PP 1 is no worker"),
         (
