@@ -127,14 +127,15 @@ class Builder:
 
 
 @contextmanager
-def building(compiler: str) -> Iterator[Builder]:
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+def building(compiler: str, within: Path) -> Iterator[Builder]:
+    """`within`: a folder that libraries can be loaded from, which that of temporary files may not be."""
+    with tempfile.TemporaryDirectory(dir=within) as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         yield Builder(compiler, Path(folder), pool)
 
 
 def _build(compiler: str, target: Path) -> None:
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the longest first
-    with building(compiler) as builder:
+    with building(compiler, target.parent) as builder:
         begun = builder.begin((), sources)  # most CPUs are served by these
         builder.link(_fastest_flags(builder, begun), sources, target)
 

@@ -61,6 +61,21 @@ def test_nothing_is_measured_where_there_is_no_choice(
     assert builder.linked == []
 
 
+def test_what_is_tried_lies_where_what_is_built_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be loaded from a folder of temporary files that is mounted noexec."""
+    folders = list[Path]()
+
+    def no_compiler(command: Sequence[str]) -> str:
+        folders.append(Path(command[command.index("-o") + 1]).parent)
+        raise build.NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(build, "_output", no_compiler)
+    with pytest.raises(build.NativeUnavailable, match="no compiler"):
+        build._build("g++", tmp_path / "kernels.so")
+    assert {folder.parent for folder in folders} == {tmp_path}
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_timed_are_the_products_that_are_served() -> None:
     run = build._product(native.library())
     assert build._fastest_runs_s([run])[0] > 0
