@@ -1,8 +1,8 @@
 """Where what is compiled for this machine is kept, and that it is built once however many processes want it at a time.
 
 $XDG_CACHE_HOME/kvrelay, or ~/.cache/kvrelay, or a folder of one's own beside the temporary files. An artefact is a file
-or a folder, named by a hash of all it depends on; it is built under a lock and appears whole, by a rename: two that
-build it beside each other are slow, and not wrong. The caller knows what is built and how.
+or a folder, named by a hash of all it depends on; it is built under a lock and appears whole, by a rename once the disk
+has it: two that build it beside each other are slow, and not wrong. The caller knows what is built and how.
 """
 
 from __future__ import annotations
@@ -85,9 +85,18 @@ def built_once(path: Path, build: Callable[[Path], None]) -> Path:
         unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
             build(unfinished)
+            _settle(unfinished)
             os.replace(unfinished, path)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
             if unfinished.is_file():
                 unfinished.unlink()
     return path
+
+
+def _settle(made: Path) -> None:
+    """Whoever finds half a library after the machine lost its power is killed by loading it, at each start."""
+    for path in (made, *made.rglob("*")):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())

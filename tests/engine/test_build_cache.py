@@ -39,6 +39,24 @@ def test_kernels_that_a_full_disk_does_not_take_are_done_without(monkeypatch: py
         native.library.__wrapped__()
 
 
+@pytest.mark.parametrize("name", ["", "placement/base.so"], ids=["file", "folder"])
+def test_what_appears_is_on_the_disk_by_then(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or it may be cut off, or empty, once the machine has lost its power."""
+    settled = list[int]()
+
+    def note(fd: int) -> None:
+        assert not (tmp_path / "made").exists()
+        settled.append(os.fstat(fd).st_ino)
+
+    def build(unfinished: Path) -> None:
+        (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+        (unfinished / name).write_text("machine code")
+
+    monkeypatch.setattr(os, "fsync", note)
+    made = built_once(tmp_path / "made", build)
+    assert settled == [(made / name).stat().st_ino]
+
+
 def test_whoever_holds_the_lock_and_hangs_is_waited_for_no_longer_than_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
