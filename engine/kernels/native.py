@@ -19,4 +19,5 @@ def library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise NativeUnavailable(f"the built kernels cannot be loaded: {error}") from error
+        mend = "remove that file, or set XDG_CACHE_HOME to a directory that is not mounted noexec"
+        raise NativeUnavailable(f"the built kernels cannot be loaded: {error}; {mend}") from error

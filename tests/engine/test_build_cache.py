@@ -39,6 +39,18 @@ def test_kernels_that_a_full_disk_does_not_take_are_done_without(monkeypatch: py
         native.library.__wrapped__()
 
 
+def test_kernels_that_cannot_be_loaded_are_told_with_the_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.kernels import build, native
+
+    made = tmp_path / "kernels.so"
+    made.touch()
+    monkeypatch.setattr(native, "built", lambda: made)
+    with pytest.raises(
+        build.NativeUnavailable, match=r"kernels\.so: file too short; remove that file, or set XDG_CACHE"
+    ):
+        native.library.__wrapped__()
+
+
 @pytest.mark.parametrize("name", ["", "placement/base.so"], ids=["file", "folder"])
 def test_what_appears_is_on_the_disk_by_then(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or it may be cut off, or empty, once the machine has lost its power."""
