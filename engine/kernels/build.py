@@ -39,6 +39,8 @@ FASTER = 0.9  # times as long must take what is to be preferred to the CPU's own
 ONE = b"\x80\x3f"  # in bfloat16
 BUILD_TIMEOUT_S = 300.0
 
+Compiler = Sequence[str]  # a command, and its own first arguments
+
 
 class NativeUnavailable(Exception):
     """The kernels cannot be built or loaded here: one sentence that says why."""
@@ -61,23 +63,24 @@ def is_missing() -> bool:
         return False
 
 
-def _compiler() -> str:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
+def _compiler() -> Compiler:
+    """As in $CXX, which may have arguments: `ccache g++`."""
+    compiler = os.environ.get("CXX", "").split() or [path for path in map(shutil.which, ("g++", "c++")) if path][:1]
+    if not compiler:
         raise NativeUnavailable("no C++ compiler was found (looked for $CXX, g++ and c++)")
     return compiler
 
 
-def _path(compiler: str) -> Path:
+def _path(compiler: Compiler) -> Path:
     return cache_folder() / f"kernels-{_key(compiler)}.so"
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: Compiler) -> str:
     """What the machine code depends on."""
     digest = hashlib.blake2b(digest_size=12)
     for source in sorted(SOURCES.glob("*.[ch]*")):
         digest.update(source.read_bytes())
-    for part in (" ".join(FLAGS), _output([compiler, "--version"]), platform.machine(), cpu_flags()):
+    for part in (" ".join([*compiler[1:], *FLAGS]), _output([*compiler, "--version"]), platform.machine(), cpu_flags()):
         digest.update(part.encode())
     return digest.hexdigest()
 
@@ -102,7 +105,7 @@ def _output(command: list[str]) -> str:
 class Builder:
     """Compiles each source once with the same flags beside FLAGS, and as many at a time as the pool has threads."""
 
-    def __init__(self, compiler: str, folder: Path, pool: Executor) -> None:
+    def __init__(self, compiler: Compiler, folder: Path, pool: Executor) -> None:
         self.folder = folder
         self._compiler = compiler
         self._pool = pool
@@ -113,7 +116,7 @@ class Builder:
 
     def link(self, flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
         objects = [each.result() for each in self.begin(flags, sources)]
-        _output([self._compiler, "-shared", "-fopenmp", "-o", str(target), *objects])
+        _output([*self._compiler, "-shared", "-fopenmp", "-o", str(target), *objects])
 
     def _object(self, flags: tuple[str, ...], source: Path) -> Future[str]:
         if (flags, source) not in self._objects:
@@ -122,18 +125,18 @@ class Builder:
         return self._objects[flags, source]
 
     def _compile(self, flags: tuple[str, ...], source: Path, target: str) -> str:
-        _output([self._compiler, *FLAGS, *flags, "-c", "-o", target, str(source)])
+        _output([*self._compiler, *FLAGS, *flags, "-c", "-o", target, str(source)])
         return target
 
 
 @contextmanager
-def building(compiler: str, within: Path) -> Iterator[Builder]:
+def building(compiler: Compiler, within: Path) -> Iterator[Builder]:
     """`within`: a folder that libraries can be loaded from, which that of temporary files may not be."""
     with tempfile.TemporaryDirectory(dir=within) as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         yield Builder(compiler, Path(folder), pool)
 
 
-def _build(compiler: str, target: Path) -> None:
+def _build(compiler: Compiler, target: Path) -> None:
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the longest first
     with building(compiler, target.parent) as builder:
         begun = builder.begin((), sources)  # most CPUs are served by these

@@ -71,9 +71,27 @@ def test_what_is_tried_lies_where_what_is_built_will(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(build, "_output", no_compiler)
     with pytest.raises(build.NativeUnavailable, match="no compiler"):
-        build._build("g++", tmp_path / "kernels.so")
+        build._build(["g++"], tmp_path / "kernels.so")
     assert {folder.parent for folder in folders} == {tmp_path}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As make and setuptools take $CXX; and what another one's arguments made is not taken for its own."""
+    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path)
+    ran = list[Sequence[str]]()
+
+    def note(command: Sequence[str]) -> str:
+        ran.append(command)
+        return "g++ 12"
+
+    monkeypatch.setattr(build, "_output", note)
+    paths = set[Path]()
+    for asked in ("g++", "g++ -m64"):
+        monkeypatch.setenv("CXX", asked)
+        paths.add(build._path(build._compiler()))
+    assert ran == [["g++", "--version"], ["g++", "-m64", "--version"]]
+    assert len(paths) == 2
 
 
 def test_what_is_timed_are_the_products_that_are_served() -> None:

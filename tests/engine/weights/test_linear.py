@@ -124,7 +124,7 @@ def test_other_instructions_give_the_same_product(
     wanted = PackedLinear(weight_ON, None, scales_O)(x_TN)
     flags = [f"-mno-{without}"] if without else []
     flags += ["-mno-amx-tile"] if without and "amx_tile" in build.cpu_flags() else []
-    with build.building(shutil.which("g++") or "c++", tmp_path) as builder:
+    with build.building([shutil.which("g++") or "c++"], tmp_path) as builder:
         builder.link(flags, [build.PRODUCTS, build.SOURCES / "panels.cpp"], tmp_path / "other.so")
     other = ctypes.CDLL(str(tmp_path / "other.so"))
     panels.declare(other)
