@@ -38,7 +38,7 @@ pytestmark = pytest.mark.timeout(900)
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves its own files in the folder where it builds."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in (*PACKAGES, *DATA):
+    for name in (*PACKAGES, *DATA, "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -63,6 +63,7 @@ def test_the_wheel_holds_all_sources_and_what_names_refer_to(wheel: Path) -> Non
     held = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT)) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     assert sources - held == set()
+    assert {Path(name).parts[0] for name in held if ".dist-info/" not in name} == set(PACKAGES)
     data = {f"placement/configs/{path.relative_to(ROOT / 'configs')}" for path in files(ROOT / "configs")}
     protos = {f"kvrelay/proto/{path.relative_to(ROOT / 'proto')}" for path in files(ROOT / "proto")}
     assert (data | protos) - held == set()
