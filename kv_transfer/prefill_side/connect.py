@@ -52,6 +52,12 @@ async def connect(
             failures.append(f"{welcome.transport}: {error}")
             names.remove(welcome.transport)
             await stream.close()
+        except HandoffError as error:
+            await stream.close()
+            if not failures:
+                raise
+            failures.append(str(error))  # of what is left, which may fit nobody: why the others failed is to be heard
+            break
         except BaseException:
             await stream.close()
             raise

@@ -17,6 +17,7 @@ import trustme
 from engine.pages.layout import LayerKv
 from engine.pages.memory import KvMemory, ShareBytes
 from engine.pages.share import Share
+from kv_transfer.base import TransferError
 from kv_transfer.handshake import host_id
 from kv_transfer.lease import Denied, Queued
 from kv_transfer.options import TransferOptions
@@ -478,6 +479,21 @@ async def test_a_transport_that_the_sender_cannot_open_is_passed_over(monkeypatc
         await peer.close()
         with pytest.raises(HandoffLost, match=r"no transport works .*shared_memory: "):  # lost: others may do better
             await connect(decode, options("shared_memory"), random_memory(50, seed=1))
+
+
+async def test_why_a_transport_failed_is_told_where_no_other_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between hosts, where a firewall is in the way."""
+    chosen = TransferOptions(transports=("shared_memory", "tcp"))
+
+    def dial(*args: object) -> None:
+        raise TransferError("cannot connect to decode-0: it does not answer")
+
+    monkeypatch.setattr("kv_transfer.handshake.host_id", lambda: "another host")
+    monkeypatch.setattr("kv_transfer.transports.tcp.dial", dial)
+    why = r"^no transport works .*: tcp: cannot connect to decode-0: it does not answer; .*shared_memory wants both"
+    async with decode_side(chosen) as decode:
+        with pytest.raises(HandoffLost, match=why):
+            await connect(decode, chosen, random_memory(50, seed=1))
 
 
 async def test_kv_in_plain_from_another_host_is_said_once(
