@@ -1,8 +1,9 @@
 """The parity check: does the paged path say what the model's own eager path says?
 
 Two short prompts of different lengths run through the pages as a server would run them (packed together, the second in
-two chunks, then single tokens), in pages taken in no order, after the memory was filled with NaN. Every row's logits
-are compared with those of each sequence alone through the model's own eager attention, before any weight was repacked.
+three chunks, one of them a single token, then single tokens), in pages taken in no order, after the memory was filled
+with NaN. Every row's logits are compared with those of each sequence alone through the model's own eager attention,
+before any weight was repacked.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def _judge(model: PreTrainedModel, errors: list[float], tolerance: float) -> Non
 
 
 def _schedule(sequences: Sequence[tuple[int, ...]], page_size: int) -> Iterator[list[Chunk]]:
-    """The steps: a prompt with the first part of another, its rest, then one token of each at a time."""
+    """The steps: a prompt with the first part of another, that one's next token, its rest, then one token of each at a
+    time. A layer with a state computes one token by other code than several, whatever it is of."""
     first, second = sequences
     last_page = pages_needed(page_size) - 1
     tables: list[list[int]] = [[], []]
@@ -187,10 +189,11 @@ def _schedule(sequences: Sequence[tuple[int, ...]], page_size: int) -> Iterator[
         return Chunk(request_id=str(index), token_ids=ids, start=start, block_table=pages, rope_len=length)
 
     prompts = [max(1, len(first) - DECODED), max(1, len(second) - DECODED)]
-    cut = min(FIRST_CHUNK, prompts[1])
-    yield [chunk(0, 0, prompts[0]), chunk(1, 0, cut)]
-    if cut < prompts[1]:
-        yield [chunk(1, cut, prompts[1])]
+    cuts = [min(cut, prompts[1]) for cut in (FIRST_CHUNK, FIRST_CHUNK + 1, prompts[1])]
+    yield [chunk(0, 0, prompts[0]), chunk(1, 0, cuts[0])]
+    for start, end in itertools.pairwise(cuts):
+        if start < end:
+            yield [chunk(1, start, end)]
     for i in range(DECODED):
         step = [chunk(n, p + i, p + i + 1) for n, p in enumerate(prompts) if p + i < len(sequences[n])]
         if step:

@@ -25,6 +25,11 @@ UNSUPPORTED = {
     "no attention interface": ("FalconConfig", {"alibi": True, "multi_query": False}, "attention interface"),
     "attends twice": ("HrmTextConfig", {}, "twice"),
     "temperature from the cache": ("LlamaConfig", {"attn_temperature_tuning": True}, "attn_temperature_tuning"),
+    "bounds a prompt's steps, and no lone token's": (
+        "Mamba2Config",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "time_step_limit": (0.5, 0.6)},
+        "gives other logits through pages",
+    ),
 }
 
 
