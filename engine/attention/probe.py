@@ -127,6 +127,8 @@ def probe_attention(
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
     slopes: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     name = type(module).__name__
@@ -138,6 +140,10 @@ def probe_attention(
         )
     if position_bias is not None:
         raise UnsupportedModel(f"{name} adds a position bias to its scores, which paged attention does not know")
+    if indices is not None or block_indices is not None:
+        raise UnsupportedModel(
+            f"{name} attends to those keys that an index chooses anew for each token, and paged attention to all"
+        )
     if is_causal is False:
         raise UnsupportedModel(f"{name} attends in both directions; only causal attention can be served from pages")
     code = _code(name, attention_mask, sliding_window)

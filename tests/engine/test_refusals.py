@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.errors import UnsupportedModel
 from engine.loading import parity
 from engine.options import EngineOptions
-from tests.engine.test_engine import save
+from tests.engine.test_engine import MODELS, save
 from tests.hub import as_downloaded
 from tests.zoo import make_tiny_model
 
@@ -25,6 +25,20 @@ UNSUPPORTED = {
     "no attention interface": ("FalconConfig", {"alibi": True, "multi_query": False}, "attention interface"),
     "attends twice": ("HrmTextConfig", {}, "twice"),
     "temperature from the cache": ("LlamaConfig", {"attn_temperature_tuning": True}, "attn_temperature_tuning"),
+    "looks up blocks of keys": (
+        "MiniMaxM3VLTextConfig",
+        {
+            "dense_intermediate_size": 64,
+            "shared_intermediate_size": 64,
+            "num_local_experts": 4,
+            "head_dim": 16,
+            "layer_types": ["full_attention", "minimax_m3_sparse"],
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+        },
+        "keys that an index chooses",
+    ),
+    "looks up keys": ("DeepseekV32Config", MODELS["deepseek"][1], "keys that an index chooses"),
     "bounds a prompt's steps, and no lone token's": (
         "Mamba2Config",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "time_step_limit": (0.5, 0.6)},
