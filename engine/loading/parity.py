@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from engine.errors import UnsupportedModel
 from engine.state import mixers
 from engine.types import Chunk
+from engine.weights.config import first_sentence
 from engine.weights.loader import set_attention
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2}  # of a row's centred logits, relative to their norm
@@ -84,7 +85,7 @@ def _own_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model(input_ids=ids, use_cache=False, return_dict=True).logits[0]
     except Exception as error:  # a model's own code raises what it likes
         name = type(model).__name__
-        raise UnsupportedModel(f"{name} fails by itself on a plain prompt: {type(error).__name__}: {error}") from error
+        raise UnsupportedModel(f"{name} fails by itself on a plain prompt: {first_sentence(error)}") from error
     return logits
 
 
@@ -145,7 +146,7 @@ def check(model: PreTrainedModel, reference: Reference, run: RunStep, page_size:
         except UnsupportedModel:
             raise
         except Exception as error:
-            raise UnsupportedModel(f"{name} failed in the parity check: {type(error).__name__}: {error}") from error
+            raise UnsupportedModel(f"{name} failed in the parity check: {first_sentence(error)}") from error
         row = 0
         for chunk in chunks:
             rows = logits[row : row + len(chunk.token_ids)]

@@ -86,6 +86,15 @@ def test_the_parity_check_refuses_a_model_whose_two_paths_disagree(llama: str, m
         load(llama)
 
 
+def test_what_a_model_stumbles_at_by_itself_is_one_sentence(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stumbles(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("got (Tensor),\n but expected one of:\n * (int)")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", stumbles)
+    with pytest.raises(UnsupportedModel, match=r"on a plain prompt: got \(Tensor\), but expected one of: \* \(int\)$"):
+        load(llama)
+
+
 def test_a_directory_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"has no config\.json"):
         load(str(tmp_path))
