@@ -20,8 +20,17 @@ from engine.types import InvalidRequest
 MARKS_IN_CALLS = ("[CALL_ID]", "[ARGS]")  # Mistral's
 TOOL_MARKS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_tag|>", ""))  # Hermes, Mistral, Llama 3
 FOR_TEMPLATES = ("documents",)  # of the names that transformers itself has
-# of a template, for messages that it does not expect
-UNREAD = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+# of a template, for messages that it does not expect; and of one that is no program, such as a `break` in no loop
+UNREAD = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    SyntaxError,
+)
 TEXTS = {  # by a part's type, which key has its text; as vLLM reads them
     "text": "text",
     "input_text": "text",

@@ -41,10 +41,13 @@ def test_what_has_another_name_here_is_told_it() -> None:
         prompt("x", guided_regex="a+")
 
 
-@pytest.mark.parametrize("wrong", ["1 // (messages[0].content | int)", "10.0 ** 400", "messages[0].x.y"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["{{ 1 // (messages[0].content | int) }}", "{{ 10.0 ** 400 }}", "{{ messages[0].x.y }}", "{% break %}", "{% if %}"],
+)
 def test_what_a_template_stumbles_at_is_the_clients_to_mend(wrong: str) -> None:
     with pytest.raises(InvalidRequest, match="messages cannot be read by the model's template"):
-        prompt(f"{{{{ {wrong} }}}}")
+        prompt(wrong)
 
 
 def test_parts_of_a_message_are_read_as_one_text() -> None:
