@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from worker.steps.costs import StepCosts
 
 MIN_STEP_S = 1e-6  # a fit may find nothing where nothing was seen
 MOST_PLAYED = 4096  # requests, so that an arrangement is played within a few seconds
+COMPUTED = ("max_batch_tokens", "pack_tokens", "short_prompt_tokens", "chunk_tokens")  # knobs that count such tokens
 SPANS = 4  # of a longer time: each as it came, and long enough to fill a cluster
 GAP_S = 60.0  # between two spans: each begins anew
 
@@ -95,7 +96,7 @@ class Seen:
 
     def chunks_and_steps(self, arrangement: Arrangement) -> tuple[dict[str, int], dict[str, int]]:
         """By mixed worker: its chunk_tokens, and its max_batch_tokens."""
-        policies = {worker.name: worker.policy for worker in self.cluster(arrangement).workers}
+        policies = self._policies(arrangement)
         mixed = {name: policy for name, policy in policies.items() if isinstance(policy, MixedOptions)}
         steps = {name: policy.max_batch_tokens for name, policy in mixed.items()}
         return {name: policy.chunk_tokens for name, policy in mixed.items()}, steps
@@ -151,7 +152,8 @@ class Seen:
 
     def cluster(self, arrangement: Arrangement) -> SimCluster:
         """It, if its workers were these. One whose role is not its own has the knobs of those that have it; where none
-        has, its own, and defaults. One that is not there yet is as others of its pool."""
+        has, its own, and defaults. One that is not there yet is as others of its pool. Prompts are played whole, so
+        that what bounds the tokens which are computed of them bounds so many more."""
         whole = self.latency()
         latencies = {
             stages: ScaledLatency(
@@ -163,7 +165,7 @@ class Seen:
             )
             for stages in {worker.num_stages for worker in self.workers}
         }
-        limits = {worker.role: worker.limits for worker in reversed(self.workers)}
+        policies = self._policies(arrangement)
         return SimCluster(
             workers=tuple(
                 SimWorker(
@@ -172,17 +174,30 @@ class Seen:
                     latency=latencies[worker.num_stages],
                     num_pages=worker.num_pages,
                     page_size=worker.page_size,
-                    policy=read(kind_of(role).load_options(), {**self._limits(worker, role, limits), **chunks}),
+                    policy=self._for_whole_prompts(policies[name], COMPUTED),
                 )
                 for name, role in arrangement.roles.items()
                 for worker in (self.model_of(name),)
-                for chunks in ({"chunk_tokens": arrangement.chunks[name]} if name in arrangement.chunks else {},)
             ),
-            router=self.router,
+            router=self._for_whole_prompts(self.router, ("max_backlog_tokens",)),
             report_gap_s=report_gap_s(len(arrangement.roles)),
             handoff_s=self.handoff_s,
             num_routers=self.num_routers,
         )
+
+    def _policies(self, arrangement: Arrangement) -> dict[str, Any]:
+        """The knobs of each worker, as they are in life."""
+        limits = {worker.role: worker.limits for worker in reversed(self.workers)}
+        return {
+            name: read(kind_of(role).load_options(), {**self._limits(self.model_of(name), role, limits), **chunks})
+            for name, role in arrangement.roles.items()
+            for chunks in ({"chunk_tokens": arrangement.chunks[name]} if name in arrangement.chunks else {},)
+        }
+
+    def _for_whole_prompts(self, options: Any, names: Sequence[str]) -> Any:
+        """With knobs of these names that count tokens as found or not."""
+        counted = {name: tokens for name in names if (tokens := getattr(options, name, None))}
+        return replace(options, **{name: round(tokens / (1 - self.cached_share)) for name, tokens in counted.items()})
 
     @staticmethod
     def _limits(worker: SeenWorker, role: str, limits: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:

@@ -65,6 +65,7 @@ def test_a_worker_in_another_role_has_the_knobs_of_those_that_have_it() -> None:
     cluster = seen(
         worker("prefill-0", max_batch_tokens="77"), worker("decode-0", max_batch_size="5"), prompt=9, output=9, rate=1.0
     )
+    cluster = replace(cluster, cached_share=0.0)
     both = {
         each.name: each
         for each in cluster.cluster(Arrangement(roles={"prefill-0": "decode", "decode-0": "prefill"})).workers
@@ -131,7 +132,7 @@ def test_the_phase_that_has_too_few_gets_another(prompt: int, output: int, rate:
 
 @pytest.mark.parametrize(
     ("has", "prompt", "output", "rate", "slo", "wanted"),
-    [(16, 200, 100, 7.0, Slo(ttft_s=0.5), 64), (512, 1500, 20, 2.0, Slo(tpot_s=0.036), 128)],
+    [(16, 200, 100, 7.0, Slo(ttft_s=0.5), 64), (512, 1500, 20, 2.0, Slo(tpot_s=0.05), 128)],
 )
 def test_chunks_follow_what_is_missed(has: int, prompt: int, output: int, rate: float, slo: Slo, wanted: int) -> None:
     """Small ones read prompts too slowly, large ones hold answers up; no worker need change its role for it."""
@@ -141,6 +142,19 @@ def test_chunks_follow_what_is_missed(has: int, prompt: int, output: int, rate: 
         cluster, slo, Bounds(most_changes=2), Terms(wanted=slo.attainment, measured=0.1, seen_s=cluster.seen_s)
     )
     assert weighed.decision.moves == (SetRole(worker="mixed-0", role="mixed", chunk_tokens=wanted),)
+
+
+def test_what_is_cached_takes_no_part_of_a_step() -> None:
+    """Of 4,000 tokens of which 200 are computed a step of 512 has all, and two chunks of 128: what reads a fresh prompt
+    of 200 tokens in time reads this one, too."""
+    mixed = worker("mixed-0", replace(WRITES, prompt_token_s=0.0003), max_batch_tokens="512", chunk_tokens="128")
+    for workers in ((worker("prefill-0"), worker("decode-0")), (mixed, replace(mixed, name="mixed-1"))):
+        fresh = replace(seen(*workers, prompt=200, output=30, rate=3.0), cached_share=0.0)
+        cached = replace(seen(*workers, prompt=4000, output=30, rate=3.0), cached_share=0.95)
+        roles, slo = Arrangement(roles=fresh.roles), Slo(ttft_s=0.3)
+        assert play(cached, roles, slo).attainment == pytest.approx(play(fresh, roles, slo).attainment, abs=0.05)
+        assert play(fresh, roles, slo).attainment > 0.7
+        assert cached.chunks_and_steps(roles) == fresh.chunks_and_steps(roles), "those that it has are named"
 
 
 def test_a_worker_in_stages_has_a_pass_in_each() -> None:
