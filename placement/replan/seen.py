@@ -24,6 +24,7 @@ from worker.roles import kind_of
 from worker.steps.costs import StepCosts
 
 MIN_STEP_S = 1e-6  # a fit may find nothing where nothing was seen
+NO_COSTS = StepCosts(fixed_s=0.0, prompt_token_s=0.0, request_s=0.0, context_token_s=0.0)  # of what does not come
 MOST_PLAYED = 4096  # requests, so that an arrangement is played within a few seconds
 COMPUTED = ("max_batch_tokens", "pack_tokens", "short_prompt_tokens", "chunk_tokens")  # knobs that count such tokens
 SPANS = 4  # of a longer time: each as it came, and long enough to fill a cluster
@@ -121,8 +122,9 @@ class Seen:
 
     @property
     def missing_costs(self) -> str:
-        """A phase of which no worker's steps were measured yet; empty: all are known."""
-        return next((phase for phase in ("prefill", "decode") if not self._measured(phase)), "")
+        """A phase of which no worker's steps were measured yet, and that what came has; empty: all are known."""
+        phases = ("prefill", "decode") if self.workload.has_decode else ("prefill",)
+        return next((phase for phase in phases if not self._measured(phase)), "")
 
     def _measured(self, phase: str) -> list[StepCosts]:
         """A mixed worker without chunks may have read nothing."""
@@ -136,7 +138,7 @@ class Seen:
     def latency(self) -> CostsLatency:
         """What steps take at any of them, passes of all stages where there are: each part as those measured it that do
         it. What is found in prefix caches, as much of each prompt as there was of all, is not computed."""
-        prompts, answers = self._measured("prefill"), self._measured("decode")
+        prompts, answers = self._measured("prefill"), self._measured("decode") or [NO_COSTS]
         both = [costs.both_s for costs in prompts if costs in answers]
         return CostsLatency(
             prompt_fixed_s=median(costs.fixed_s for costs in prompts),

@@ -157,6 +157,17 @@ def test_what_is_cached_takes_no_part_of_a_step() -> None:
         assert cached.chunks_and_steps(roles) == fresh.chunks_and_steps(roles), "those that it has are named"
 
 
+def test_where_no_answer_has_a_second_token_readers_are_found_without_a_step_of_a_writer() -> None:
+    writers = [replace(worker(f"decode-{i}"), costs=None) for i in range(2)]
+    cluster = seen(worker("prefill-0"), *writers, prompt=800, output=1, rate=3.5)
+    assert cluster.missing_costs == ""
+    weighed = weigh(cluster, SLO, Bounds(most_changes=1), Terms(wanted=0.9, measured=0.1, seen_s=cluster.seen_s))
+    (move,) = weighed.decision.moves
+    assert isinstance(move, SetRole)
+    assert (move.worker, move.role in ("prefill", "mixed")) == ("decode-1", True), weighed.decision.reason
+    assert replace(cluster, workload=workload_of([Row(0.0, 800, 2)])).missing_costs == "decode"
+
+
 def test_a_worker_in_stages_has_a_pass_in_each() -> None:
     """It is as many GPUs as its ranks, and its steps as measured are passes of all stages: prompts that one alone reads
     too slowly are read in time where four are under way."""
