@@ -107,8 +107,9 @@ def decide(present: Played, others: Sequence[Played], terms: Terms) -> Decision:
     best = max(worth_it or others, key=rank)
     words = f"{now}; with {best.arrangement} it would be {best.attainment:.0%}"
     if not worth_it:
-        needed = min(1.0, present.attainment + least(best))
-        return Decision(moves=(), reason=f"{words}, and must be {needed:.0%} to be worth a change")
+        needed = present.attainment + least(best)
+        least_share = f"must be {needed:.0%}" if needed <= 1 else f"after {terms.seen_s:.0f} s no share is enough"
+        return Decision(moves=(), reason=f"{words}, and {least_share} to be worth a change")
     return Decision(moves=moves(present.arrangement.roles, best.arrangement) or (), reason=words)
 
 

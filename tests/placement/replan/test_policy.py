@@ -61,7 +61,7 @@ def test_a_gain_that_is_worth_it_is_taken() -> None:
     [
         (0.5, 0.52, 600.0, "worth a change"),  # no more than a simulation may be wrong by
         (0.5, 0.4, 600.0, "worth a change"),
-        (0.5, 0.9, 3.0, "worth a change"),  # seen for no longer than the change would take
+        (0.5, 0.9, 3.0, "and after 3 s no share is enough to be worth a change"),
     ],
 )
 def test_what_is_not_worth_it_is_left(present: float, other: float, seen_s: float, why: str) -> None:
