@@ -127,7 +127,7 @@ class Changes:
             return "it did not answer, and nothing is changed; look into its log, and ask again when it is back"
 
     async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
-        """Have the workers of these pools replaced; none: of all. Returns why not."""
+        """Have the workers of these pools replaced; none: of all. Returns which pool there is not."""
         if unknown := [pool for pool in pools if pool not in self._running.sizes]:
             return f"there is no pool {unknown[0]!r}; there are {', '.join(self._running.sizes)}"
         self._running.roll(pools or list(self._running.sizes), max_surge)

@@ -33,7 +33,7 @@ class SpecKeeper(Protocol):
         """Returns why not; empty if it is so."""
 
     async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
-        """Returns why not; empty if it is so."""
+        """Returns which pool there is not; empty if it is so."""
 
 
 async def get_spec(keeper: SpecKeeper) -> pb.GetSpecResponse:
@@ -79,7 +79,7 @@ def _adapter(known: KnownAdapter) -> pb.AdapterInfo:
 
 async def roll_pools(keeper: SpecKeeper, asked: pb.RollPoolsRequest) -> pb.RollPoolsResponse:
     if why := await keeper.roll(asked.pools, _max_surge(asked)):
-        raise RequestFailed(grpc.StatusCode.FAILED_PRECONDITION, why)
+        raise RequestFailed(grpc.StatusCode.NOT_FOUND, why)
     return pb.RollPoolsResponse()
 
 

@@ -61,7 +61,7 @@ class Kept:
 
     async def roll(self, pools: Sequence[str], max_surge: int | None) -> str:
         self.asked.append((list(pools), max_surge))
-        return ""
+        return "there is no pool 'chat'; there are decode" if "chat" in pools else ""
 
     async def take_back(self, worker: str) -> bool:
         self.leaving.remove(worker)
@@ -112,6 +112,17 @@ async def test_a_spec_goes_to_who_keeps_it_and_comes_back_as_it_is_kept() -> Non
             (data, {"model": "--model"}, None, False),
             (["decode"], 0),
         ]
+
+
+async def test_a_pool_that_is_not_there_is_not_found_whatever_is_asked_of_it() -> None:
+    async with serving(1, 2) as h:
+        service = ClusterService(h.server.catalog, Kept())
+        scaled = service.scale(cluster_pb2.ScaleRequest(pool="chat", replicas=1))
+        rolled = service.roll_pools(cluster_pb2.RollPoolsRequest(pools=["chat"]))
+        for asking in (scaled, rolled):
+            with pytest.raises(RequestFailed, match="there is no pool 'chat'; there are decode") as refused:
+                await asking
+            assert refused.value.code is grpc.StatusCode.NOT_FOUND
 
 
 async def test_adapters_go_to_who_keeps_them_and_are_listed_as_the_router_knows_them(tmp_path: Path) -> None:
