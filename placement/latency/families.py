@@ -22,9 +22,9 @@ PLAIN_MLP = (  # one matrix up, one down; all others have a gate beside the firs
     *("bert", "bert-generation", "electra", "ernie", "roc_bert"),
 )
 FIRST_DENSE = {  # where a config does not say which layers have experts: so many of the first have none
-    **dict.fromkeys(("axk1", "axk2", "dots3_note_text", "exaone_moe", "glm4_moe_lite", "hy_v3", "hy_v4"), 1),
+    **dict.fromkeys(("axk1", "dots3_note_text", "exaone_moe", "glm4_moe_lite", "hy_v3"), 1),
     **dict.fromkeys(("afmoe", "ernie4_5_moe", "glm4_moe", "laguna", "mimo_v2_flash"), 1),
-    **dict.fromkeys(("beam", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), 3),
+    **dict.fromkeys(("beam", "deepseek_v3"), 3),
 }
 NOT_COUNTED = (  # their configs' keys mean something else, or layers and their KV differ by more than a window
     *("deepseek_v4", "doge", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "hrm_text", "jetmoe"),
@@ -36,6 +36,8 @@ NO_KV_TYPES = (  # and others whose configs list layers of STATE_LAYERS, which n
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "olmo_hybrid"),
     *("hymba", "minimax_text_01", "phi4flash", "plamo2"),  # these come with code of their own
 )
+INDEXED_TYPES = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")  # an index chooses the keys that a token attends to
+INDEXED_LAYERS = ("sparse",)
 STATE_LAYERS = ("linear_attention", "recurrent", "mamba", "conv", "lightning", "delta", "rwkv", "retention")
 NEW_ERA = {"bias": False, "norm_bias": False, "positions": 0, "embedding_norm": False, "final_norm": True}
 BERT = dict.fromkeys(("bias", "norm_bias", "has_positions", "embedding_norm", "head_bias", "tied"), True)

@@ -16,6 +16,8 @@ from placement.latency.expert_layers import num_expert_layers
 from placement.latency.families import (
     FAMILIES,
     FULL_EVERY,
+    INDEXED_LAYERS,
+    INDEXED_TYPES,
     NEW_ERA,
     NO_KV_TYPES,
     NOT_COUNTED,
@@ -42,7 +44,12 @@ def _refuse(keys: ConfigKeys) -> None:
     if keys.config.get("is_encoder_decoder"):
         raise PlanError(f"{what} is an encoder-decoder; give a decoder-only model")
     types = keys.items("layer_types", str)
-    stateful = sorted({kind for kind in types if any(state in kind for state in STATE_LAYERS)})
+    stateful, indexed = (
+        sorted({kind for kind in types if any(part in kind for part in parts)})
+        for parts in (STATE_LAYERS, INDEXED_LAYERS)
+    )
+    if indexed or keys.model_type in INDEXED_TYPES:
+        raise PlanError(f"{what} attends to those keys that an index chooses, which is not served; give another model")
     if stateful or keys.model_type in NO_KV_TYPES:
         kinds = ", ".join(stateful) or "a recurrent state"
         raise PlanError(f"{what} has layers of {kinds}, which is not KV in pages; give a model of attention only")

@@ -7,7 +7,7 @@ tests/placement/latency/test_tensor_parallel.py and test_cut_types.py hold the t
 
 from __future__ import annotations
 
-from placement.latency.cut_types import NO_STAGES, RANKS
+from placement.latency.cut_types import RANKS
 from placement.latency.model_shape import KV_DTYPES, ModelShape
 
 
@@ -31,9 +31,6 @@ def why_not_staged(shape: ModelShape, pp: int) -> str:
         return f"PP {pp} is more than the {shape.num_layers} layers of {shape.name}; give fewer stages"
     if pp > 1 and (why := in_few_bits(shape)) not in ("", "kv_dtype int8"):
         return f"{why} goes with PP 1 alone, and PP is {pp}; give PP 1"
-    if pp > 1 and shape.model_type in NO_STAGES:
-        what = f"{shape.name} ({shape.model_type}) hands more than hidden states from layer to layer"
-        return f"{what}, and PP is {pp}; give PP 1"
     return ""
 
 

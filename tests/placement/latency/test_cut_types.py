@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GlmMoeDsaConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import UnsupportedModel
@@ -20,15 +20,15 @@ from engine.weights.loader import probe_model
 from engine.weights.stage import Stage
 from placement.catalogs.base import PlanError
 from placement.latency.cut_types import RANKS
-from placement.latency.families import NO_KV_TYPES
+from placement.latency.families import INDEXED_TYPES, NO_KV_TYPES
 from placement.latency.model_config import shape_of
 from placement.latency.tensor_parallel import why_not_cut, why_not_staged
-from tests.zoo import EXTRA, HYBRIDS, MORE_HYBRIDS, OTHERS, SHAPE, TEN, Builder
+from tests.zoo import EXTRA, HYBRIDS, MORE_HYBRIDS, OTHERS, TEN, Builder
 
 BY_VERSION = {  # cut by some of transformers 5.17 to 5.23, and not by others
-    *("aria_text", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash", "nemotron"),
+    *("aria_text", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "nemotron"),
 }
-NOT_SERVED = {"gemma3n_text", "hrm_text"}  # in one process neither
+NOT_SERVED = {*INDEXED_TYPES, "gemma3n_text", "hrm_text"}  # in one process neither
 
 
 def default_configs() -> dict[str, PreTrainedConfig]:
@@ -89,23 +89,6 @@ def test_its_degrees_are_those_that_the_engine_loads() -> None:
 # refused on one GPU, too; and those whose configs the planner cannot read
 NO_CASE = ("falcon_alibi", "gemma3n_text")
 TINY: dict[str, Builder] = {name: make for name, make in {**TEN, **EXTRA, **OTHERS}.items() if name not in NO_CASE}
-GLM_MOE_DSA: dict[str, Any] = {
-    **SHAPE,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "index_n_heads": 4,
-    "index_head_dim": 16,
-}
-TINY["glm_moe_dsa"] = lambda: GlmMoeDsaConfig(**GLM_MOE_DSA)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -279,6 +279,11 @@ def test_a_dtype_asked_for_changes_weights_and_kv() -> None:
         ({"is_encoder_decoder": True}, "is an encoder-decoder; give a decoder-only model"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "has layers of linear_attention, which is not KV"),
         ({"model_type": "mamba"}, "has layers of a recurrent state"),
+        (
+            {"model_type": "glm_moe_dsa"},
+            "attends to those keys that an index chooses, which is not served; give another",
+        ),
+        ({"layer_types": ["minimax_m3_sparse"]}, "attends to those keys that an index chooses, which is not served"),
         ({"head_dim": "wide"}, "head_dim is 'wide'; give a whole number"),
         ({"head_dim": -128}, "head_dim is -128; give a whole number"),
         ({"num_hidden_layers": 10**400}, "give a whole number"),
