@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from engine.errors import UnsupportedModel
 from engine.options import EngineOptions
@@ -95,16 +95,22 @@ def _check_no_adapter(model: str) -> None:
 
 
 def _check_generation_config(model: str) -> None:
-    """transformers passes one over that it cannot read, and the sampling and EOS with it."""
+    """transformers passes one over that is no JSON, and the sampling and EOS with it. Others that it cannot read it
+    refuses once the weights are loaded, and says of no value which file it is in."""
     path = file_of(model, "generation_config.json")
     if path is None:
         return
     try:
-        is_object = isinstance(json.loads(path.read_text(encoding="utf-8")), dict)
+        told = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        is_object = False
-    if not is_object:
+        told = None
+    if not isinstance(told, dict):
         raise UnsupportedModel(f"{path} holds no JSON object that can be read; mend it, or remove it")
+    try:
+        GenerationConfig.from_dict(told)
+    except Exception as error:  # of any type: it compares what it is given with numbers, and hands objects on
+        why = first_sentence(error).rstrip(".")
+        raise UnsupportedModel(f"{path} cannot be read by transformers: {why}; mend it, or remove it") from error
 
 
 def tokenizer_eos(model: str) -> int | None:

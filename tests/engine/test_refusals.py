@@ -262,14 +262,21 @@ def test_an_eos_that_is_no_token(llama: str, tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["[]", "{bad"])
-def test_a_generation_config_that_cannot_be_read(llama: str, tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[]", "holds no JSON object that can be read"),
+        ("{bad", "holds no JSON object that can be read"),
+        ('{"max_new_tokens": 0}', "cannot be read by transformers: `max_new_tokens` must be greater than 0, but is 0"),
+        ('{"max_new_tokens": "7"}', "cannot be read by transformers: TypeError: .*'str' and 'int'"),
+        ('{"watermarking_config": {"b": 1}}', "cannot be read by transformers: TypeError: .* 'b'"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_read(llama: str, tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(text)
     (tmp_path / "model.safetensors").write_bytes((Path(llama) / "model.safetensors").read_bytes())
-    with pytest.raises(
-        UnsupportedModel, match=r"/generation_config\.json holds no JSON object .*; mend it, or remove it"
-    ):
+    with pytest.raises(UnsupportedModel, match=rf"/generation_config\.json {why}.?; mend it, or remove it"):
         load(str(tmp_path))
 
 
