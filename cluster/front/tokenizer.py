@@ -40,6 +40,7 @@ SURELY_TOO_LONG = 2  # times the model's length, counted in pieces: more than pi
 RETRY_AFTER_S = 1.0
 SPACE = "\u2581"  # SentencePiece's
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's
+NO_VOCABULARY = "its vocabulary is not there; copy the model's own tokenizer.json"
 MAX_WAITING_BYTES = FrontOptions().max_tokenizing_bytes
 
 
@@ -208,7 +209,9 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
     if config is None:
         raise TokenizerError(f"{model} has no tokenizer.json and no tokenizer_config.json; copy the model's own there")
     try:
-        return TextCodec(_load(model, config), max_waiting_bytes=max_waiting_bytes)
+        codec = TextCodec(_load(model, config), max_waiting_bytes=max_waiting_bytes)
+        _check_vocabulary(model, codec.backend)
+        return codec
     except TokenizerError:
         raise
     except Exception as error:  # tokenizers raises Exception itself, transformers what it stumbles at
@@ -222,7 +225,16 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
                 "it has no tokenizer.json, and tokenizer.model is read by sentencepiece or tiktoken, whichever wrote "
                 "it; `pip install sentencepiece tiktoken`, or put a tokenizer.json there"
             )
+        elif why.startswith("Couldn't instantiate the backend tokenizer"):  # and a list of what may be there
+            why = NO_VOCABULARY
         raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {why}") from error
+
+
+def _check_vocabulary(model: str, backend: Any) -> None:
+    """Where there is none, transformers makes a tokenizer of special tokens alone, to which any text is empty."""
+    is_whole = file_of(model, "tokenizer.json") is not None
+    if not is_whole and backend.get_vocab_size() == len(backend.get_added_tokens_decoder()):
+        raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {NO_VOCABULARY}")
 
 
 def _tokenizer_config(model: str) -> Mapping[str, Any] | None:

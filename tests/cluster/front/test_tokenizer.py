@@ -224,6 +224,15 @@ def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_a_tokenizer_config_without_a_vocabulary_is_one_sentence(directory: Path, kind: str) -> None:
+    """Of some classes transformers makes a tokenizer that has none."""
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, "bos_token": "<s>"}))
+    with pytest.raises(TokenizerError, match=r"its vocabulary is not there; copy the model's own tokenizer\.json$"):
+        load_codec(str(directory))
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
