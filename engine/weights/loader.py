@@ -40,6 +40,12 @@ LOADING = threading.Lock()  # transformers patches its own classes while it load
 READ_OTHERWISE = {"fp8": whole_blocks, "compressed-tensors": each_by_its_own}  # than transformers does
 PROBE_TOKENS = 2
 USUAL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM's, too
+PASSED_OVER = (  # by vLLM, too; others that change what `generate` answers
+    *("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias", "no_repeat_ngram_size"),
+    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "min_length", "min_new_tokens"),
+    *("stop_strings", "num_beams", "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
+    *("guidance_scale", "watermarking_config"),
+)
 VOLATILE_KEYS = (
     "_name_or_path",
     "transformers_version",
@@ -262,6 +268,11 @@ def _usual_sampling(model: PreTrainedModel, vocab_size: int) -> dict[str, float]
         except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
             usual.pop(key, None)
             logger.warning("the model's generation_config.json is not gone by: %s", error)
+    if passed_over := [key for key in PASSED_OVER if given.get(key) not in (None, 0, 1, [])]:  # which are off
+        logger.warning(
+            "the model's generation_config.json has %s, which transformers' generate goes by, and requests here do not",
+            ", ".join(passed_over),
+        )
     return usual
 
 

@@ -314,6 +314,23 @@ def test_how_a_model_is_usually_drawn_from_is_read_with_it(
     assert Engine.load(EngineOptions(model=directory, num_pages=8, generation_config="none")).info.usual_sampling == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"suppress_tokens": [5], "num_beams": 4, "top_k": 20, "pad_token_id": 0}, "has suppress_tokens, num_beams, "),
+        ({"num_beams": 1, "min_length": 0, "typical_p": None, "top_k": 20, "use_cache": True}, ""),
+    ],
+)
+def test_what_is_not_gone_by_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, object], told: str
+) -> None:
+    directory = save(tmp_path, "LlamaConfig")
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert load(directory).info.usual_sampling == {"top_k": 20}
+    warnings = [record.getMessage() for record in caplog.records if record.name == "engine.weights.loader"]
+    assert [told in warning for warning in warnings] == ([True] if told else [])
+
+
 def test_progress_goes_through_the_stages_in_order(directories: dict[str, str]) -> None:
     stages: list[str] = []
     Engine.load(
