@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from engine.errors import UnsupportedModel
@@ -111,19 +109,6 @@ def _check_generation_config(model: str) -> None:
     except Exception as error:  # of any type: it compares what it is given with numbers, and hands objects on
         why = first_sentence(error).rstrip(".")
         raise UnsupportedModel(f"{path} cannot be read by transformers: {why}; mend it, or remove it") from error
-
-
-def tokenizer_eos(model: str) -> int | None:
-    """The id of the EOS that its tokenizer's files name. None where they name none, or cannot be read: then the router
-    says so, which needs them."""
-    config, tokens = (file_of(model, name, fetch=True) for name in ("tokenizer_config.json", "tokenizer.json"))
-    if config is None or tokens is None:
-        return None
-    with suppress(Exception):  # which tokenizers raises itself
-        told = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        eos = told["content"] if isinstance(told, dict) else told
-        return None if eos is None else Tokenizer.from_file(str(tokens)).token_to_id(eos)
-    return None
 
 
 def resolve_dtype(asked: str, config: Any) -> torch.dtype:

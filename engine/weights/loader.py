@@ -28,7 +28,7 @@ from engine.errors import UnsupportedModel
 from engine.state import mixers
 from engine.types import InvalidRequest, LengthRope, ModelInfo, SamplingParams
 from engine.weights import experts, int8, quantised, ropes, unread
-from engine.weights.config import ServedConfig, check_beside, first_sentence, tokenizer_eos
+from engine.weights.config import ServedConfig, check_beside, first_sentence
 from engine.weights.files import folder_of, held_twice, why_unreadable
 from engine.weights.fp8_blocks import whole_blocks
 from engine.weights.mixed_schemes import each_by_its_own
@@ -242,7 +242,7 @@ def describe(
         dtype=str(dtype).removeprefix("torch."),
         vocab_size=int(text.vocab_size),
         max_model_len=max_len,
-        eos_token_ids=_eos_token_ids(model, int(text.vocab_size), tokenizer_eos(name)),
+        eos_token_ids=_eos_token_ids(model, int(text.vocab_size)),
         num_layers=num_layers,
         num_params=sum(p.numel() for p in parameters.values()),
         weight_bytes=sum(p.numel() * p.element_size() for p in parameters.values()) - int8.saved_bytes(model),
@@ -276,13 +276,7 @@ def _usual_sampling(model: PreTrainedModel, vocab_size: int) -> dict[str, float]
     return usual
 
 
-def _eos_token_ids(model: PreTrainedModel, vocab_size: int, tokenizers_own: int | None) -> tuple[int, ...]:
-    """Also the tokenizer's own: a model may be tuned for chats and keep the generation_config.json of its base."""
-    own = () if tokenizers_own is None or tokenizers_own >= vocab_size else (tokenizers_own,)
-    return tuple(dict.fromkeys((*_told_eos(model, vocab_size), *own)))
-
-
-def _told_eos(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(model: PreTrainedModel, vocab_size: int) -> tuple[int, ...]:
     """Without those that it cannot draw: of -1, or of a tokenizer with more."""
     generation = getattr(model, "generation_config", None)
     ids = generation.eos_token_id if generation is not None else None

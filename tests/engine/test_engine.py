@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models
 
 from engine.engine import Engine
 from engine.options import EngineOptions
@@ -268,26 +267,6 @@ def test_ids_that_end_an_answer_are_ids_of_the_model(tmp_path: Path, given: obje
     directory = save(tmp_path, "LlamaConfig")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
     assert load(directory).info.eos_token_ids == kept
-
-
-@pytest.mark.parametrize("told", ["<|im_end|>", {"content": "<|im_end|>", "__type": "AddedToken"}])
-@pytest.mark.parametrize(("token_id", "kept"), [(5, (2, 5)), (2, (2,)), (VOCAB, (2,))])
-def test_answers_end_by_the_eos_of_the_tokenizer_too(
-    tmp_path: Path, token_id: int, kept: tuple[int, ...], told: object
-) -> None:
-    directory = save(tmp_path, "LlamaConfig")
-    Tokenizer(models.WordLevel({"<|im_end|>": token_id}, "<|im_end|>")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": told}))
-    assert load(directory).info.eos_token_ids == kept
-
-
-@pytest.mark.parametrize(("name", "text"), [("tokenizer_config.json", "{"), ("tokenizer.json", "{}")])
-def test_a_tokenizer_that_cannot_be_read_is_the_routers_to_refuse(tmp_path: Path, name: str, text: str) -> None:
-    directory = save(tmp_path, "LlamaConfig")
-    Tokenizer(models.WordLevel({"x": 5}, "x")).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "x"}')
-    (tmp_path / name).write_text(text)
-    assert load(directory).info.eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(
