@@ -27,6 +27,7 @@ def set_environment(threads: int) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a thread that spins at a barrier takes another's core,
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # but for a moment: sleep and waking are dearer than most waits
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else a line for each stranger who fails at TLS, past all bounds
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # of streams that do not wait for each other; else 8
 
 

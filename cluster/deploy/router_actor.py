@@ -10,7 +10,6 @@ import os
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import grpc
 import ray
 from ray.exceptions import RayError
 
@@ -123,6 +122,8 @@ class ControllerPools:
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         """In a thread: where Ray's GCS is gone its client waits without end."""
+        import grpc  # not before its environment is set
+
         from cluster.router.live.requests import RequestFailed
 
         def ask() -> Any:

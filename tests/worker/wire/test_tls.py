@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,6 +28,30 @@ from worker.wire.tls import MEMBER_NAME, TlsError, TlsFiles, why_open
 pytestmark = pytest.mark.unit
 
 AUTHORITY, STRANGER = trustme.CA(), trustme.CA()
+KNOCKED_AT = """
+import asyncio, sys
+from engine.process import set_environment
+
+set_environment(1)
+from worker.wire import rpc
+from worker.wire.tls import TlsFiles
+
+async def main():
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0, TlsFiles(cert=sys.argv[1], key=sys.argv[2], ca=sys.argv[3]))
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"no TLS, and not a short word, either")
+    try:
+        await reader.read()
+    except ConnectionError:
+        pass
+    print("hung up")
+    writer.close()
+    await server.stop(None)
+
+asyncio.run(main())
+"""
 
 
 @asynccontextmanager
@@ -187,3 +213,12 @@ def test_no_router_is_open_to_a_network(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost"])
 def test_loopback_may_be_open(host: str) -> None:
     assert not why_open(host, auth=False, tls=None)
+
+
+def test_strangers_who_fail_fill_no_log(tmp_path: Path) -> None:
+    """gRPC writes to stderr by itself, past the bounds that a process's log has."""
+    tls = write_tls(tmp_path, AUTHORITY, MEMBER_NAME, "127.0.0.1")
+    command = [sys.executable, "-c", KNOCKED_AT, tls.cert, tls.key, tls.ca]
+    environment = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hung up\n", "")
