@@ -171,7 +171,7 @@ def problems_of(result: Run) -> list[str]:
     handoff = result["handoff"]
     found = {
         f"{result['failed']} requests failed: {result['errors']}": result["failed"],
-        f"{handoff['receipts_bad']} receipts are bad": handoff["receipts_bad"],
+        f"{handoff['receipts_unchecked']} receipts are unchecked": handoff["receipts_unchecked"],
         f"{handoff['recomputed_tokens']} tokens were computed twice": handoff["recomputed_tokens"],
         f"{result['cached_input_tokens']} prompt tokens came from a cache": result["cached_input_tokens"],
         f"{handoff['without_handoff']} requests came without a handoff": handoff["without_handoff"],

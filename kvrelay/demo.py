@@ -194,7 +194,7 @@ def play_trace(endpoint: str) -> None:
     handoff = summary["handoff"]
     if summary["failed"]:
         raise DemoFailed(f"{summary['failed']} of {NUM_REQUESTS} requests failed: {summary['errors']}")
-    if handoff["receipts_bad"] or handoff["recomputed_tokens"] or not handoff["pages"]:
+    if handoff["receipts_unchecked"] or handoff["recomputed_tokens"] or not handoff["pages"]:
         raise DemoFailed(f"the KV was not handed over as it should be: {handoff}")
 
 

@@ -205,7 +205,7 @@ def _handoff(good: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str,
     transfer_s = math.fsum(receipt.transfer_s for receipt in receipts)
     return {
         "receipts_good": sum(receipt.checksums_ok for receipt in receipts),
-        "receipts_bad": sum(not receipt.checksums_ok for receipt in receipts),
+        "receipts_unchecked": sum(not receipt.checksums_ok for receipt in receipts),
         "without_handoff": len(good) - len(receipts),
         "transports": dict(Counter(receipt.transport for receipt in receipts if receipt.transport)),
         "pages": sum(receipt.pages for receipt in receipts),

@@ -16,7 +16,7 @@ def tables(summary: Mapping[str, Any]) -> Iterator[Table]:
     yield _totals(summary)
     if summary["completed"]:
         yield _latency(summary["latency_ms"])
-        if summary["handoff"]["receipts_good"] or summary["handoff"]["receipts_bad"]:
+        if summary["handoff"]["receipts_good"] or summary["handoff"]["receipts_unchecked"]:
             yield _handoff(summary["handoff"], summary["completed"])
     if summary["phases_ms"]:
         yield _phases(summary["phases_ms"])
@@ -70,7 +70,7 @@ def _handoff(handoff: Mapping[str, Any], completed: int) -> Table:
     peaks = ", ".join(f"{name.upper()} {_number(exposed[name])}" for name in exposed if name.startswith("p"))
     rows = {
         "Requests handed over": f"{completed - handoff['without_handoff']} of {completed}",
-        "Receipts good / bad": f"{handoff['receipts_good']} / {handoff['receipts_bad']}",
+        "Receipts good / unchecked": f"{handoff['receipts_good']} / {handoff['receipts_unchecked']}",
         "Transport": ", ".join(f"{name} ({count})" for name, count in handoff["transports"].items()) or "-",
         "Pages moved": f"{handoff['pages']}",
         "Pages cached at decode": f"{handoff['cached_pages']}",

@@ -231,8 +231,8 @@ def _summary(stream: Stream) -> str:
     parts.append(f"tpot {_ms_text(stream.tpot_s)}")
     if answer.receipt is not None and answer.receipt.pages:
         receipt = answer.receipt
-        good = "ok" if receipt.checksums_ok else "BAD"
-        parts.append(f"handoff {receipt.pages} pages, {receipt.bytes / 1e6:.2f} MB, checksums {good}")
+        checked = "ok" if receipt.checksums_ok else "off"
+        parts.append(f"handoff {receipt.pages} pages, {receipt.bytes / 1e6:.2f} MB, checksums {checked}")
     return "[" + " | ".join(parts) + "]"
 
 

@@ -143,7 +143,7 @@ class Receipt:
     transport: str
     pages: int
     bytes: int
-    checksums_ok: bool
+    checksums_ok: bool  # they agree; not so: they are off (`transfer.checksums`)
     cached_pages: int
     recomputed_tokens: int
     resends: int

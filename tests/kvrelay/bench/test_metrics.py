@@ -130,7 +130,7 @@ def test_handoffs_add_up() -> None:
         outcome(0.0, [], code="INTERNAL", receipt=receipt()),
     ]
     found = metrics.summarise(outcomes, 1.0, {}, [], [50])["handoff"]
-    assert (found["receipts_good"], found["receipts_bad"], found["without_handoff"]) == (1, 1, 1)
+    assert (found["receipts_good"], found["receipts_unchecked"], found["without_handoff"]) == (1, 1, 1)
     assert (found["pages"], found["cached_pages"], found["bytes"]) == (4, 2, 6_000_000)
     assert found["gb_per_s"] == pytest.approx(3.0)
     assert found["exposed_ms"]["mean"] == pytest.approx(3.0)

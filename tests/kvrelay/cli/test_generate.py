@@ -17,6 +17,7 @@ from kvrelay.cli import generate as command
 from kvrelay.cli.cluster import state
 from kvrelay.cli.connection import until_interrupted
 from kvrelay.client.types import Delta, KvrelayError
+from tests.kvrelay.client import scripted
 from tests.kvrelay.client.scripted import HEED_INTERRUPTS, ScriptedServer
 
 DEADLINE_S = 30.0
@@ -39,7 +40,20 @@ def test_the_text_goes_to_stdout_and_figures_to_stderr(server: ScriptedServer) -
     assert (result.exit_code, result.stdout) == (0, "é0 é1 é2 \n")
     assert "3 tokens" in result.stderr
     assert "ttft" in result.stderr
+    assert "checksums ok" in result.stderr
     assert server.requests[0].text == "hello"
+
+
+def test_checksums_that_are_off_are_not_called_bad(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = scripted._end
+
+    def unchecked(request: Any, num_tokens: int) -> Any:
+        last = end(request, num_tokens)
+        last.receipt.checksums_ok = False
+        return last
+
+    monkeypatch.setattr(scripted, "_end", unchecked)
+    assert "handoff 4 pages, 0.00 MB, checksums off" in run(server, "hello").stderr
 
 
 def test_it_asks_for_128_tokens_and_leaves_the_rest_to_the_server(server: ScriptedServer) -> None:
