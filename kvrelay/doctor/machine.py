@@ -12,6 +12,7 @@ PART = "machine"
 VECTORS = {"avx512f": "AVX-512", "avx512_bf16": "BF16", "amx_bf16": "AMX", "avx2": "AVX2", "asimd": "NEON"}
 AMX_MODELS = {(6, 143), (6, 207), (6, 173), (6, 174)}  # Sapphire, Emerald and Granite Rapids: all have it
 LEAST_FILES = 4096
+FILES_OF_RAY = 65536  # to which `ray.init` raises its own limit, as far as it may
 LEAST_LOCKED_BYTES = 64 << 20
 STEADY_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page")
 MUCH_STOLEN, MUCH_BUSY = 0.05, 0.25  # shares of all cores' time
@@ -31,9 +32,12 @@ def cpu(name: str, flags: Collection[str], family_model: tuple[int, int]) -> Fin
     return Finding(part=PART, name="CPU", verdict="good", found=found)
 
 
-def open_files(soft: int, hard: int, workers: int) -> Finding:
-    """`workers`: of the spec; each has a connection to every router and peer. -1: no limit."""
+def open_files(soft: int, hard: int, workers: int, *, is_joined: bool = False) -> Finding:
+    """`workers`: of the spec; each has a connection to every router and peer. `is_joined`: to a Ray that was started
+    with what there is; a Ray of our own raises it. -1: no limit."""
     wanted = max(LEAST_FILES, 64 * workers)
+    if soft >= 0 and not is_joined:
+        soft = max(soft, FILES_OF_RAY if hard < 0 else min(hard, FILES_OF_RAY))
     found = "no limit" if soft < 0 else f"{soft}"
     if 0 <= soft < wanted:
         up_to = f"ulimit -n {wanted}" if hard < 0 or hard >= wanted else f"LimitNOFILE={wanted} or limits.conf, as root"

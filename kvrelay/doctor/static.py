@@ -25,7 +25,7 @@ def static_checks(
     host, here = read_host(), this_machine()
     wants_gpu = spec is not None and any(pool.device == "cuda" or pool.num_gpus for pool in spec.pools)
     findings = [*software(), *engine(engine_facts(), gpus=here.gpus, wants_gpu=wants_gpu and address is None)]
-    findings += _of_machine(host, spec, here.gpus, is_serving=is_serving)
+    findings += _of_machine(host, spec, here.gpus, is_serving=is_serving, is_joined=address is not None)
     if spec is None:
         return findings
     if address is not None:
@@ -37,10 +37,12 @@ def static_checks(
     return findings
 
 
-def _of_machine(host: Host, spec: ClusterSpec | None, gpus: int, *, is_serving: bool) -> Iterator[Finding]:
+def _of_machine(
+    host: Host, spec: ClusterSpec | None, gpus: int, *, is_serving: bool, is_joined: bool
+) -> Iterator[Finding]:
     workers = sum(pool.replicas for pool in spec.pools) if spec is not None else 0
     yield machine.cpu(host.cpu, host.flags, host.family_model)
-    yield machine.open_files(*host.open_files, workers)
+    yield machine.open_files(*host.open_files, workers, is_joined=is_joined)
     yield machine.locked_memory(host.locked_bytes, gpus)
     yield machine.huge_pages(host.huge_pages)
     yield from machine.clock(host.clock_source, host.is_clock_set)

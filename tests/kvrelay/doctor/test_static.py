@@ -117,7 +117,11 @@ def test_what_ends_the_process_that_reads_is_told(code: str, monkeypatch: pytest
         (machine.cpu("Xeon", AVX2, SAPPHIRE_RAPIDS), "doubtful"),
         (machine.cpu("EPYC", AVX2, (25, 17)), "good"),
         (machine.cpu("Atom", frozenset({"sse2"}), (6, 28)), "doubtful"),
-        (machine.open_files(1024, 4096, 2), "doubtful"),
+        (machine.open_files(1024, 4095, 2), "doubtful"),
+        (machine.open_files(1024, 4096, 2), "good"),  # Ray raises it to that
+        (machine.open_files(1024, -1, 2), "good"),
+        (machine.open_files(1024, 4096, 2, is_joined=True), "doubtful"),
+        (machine.open_files(1024, -1, 2000), "doubtful"),  # and no further than to 65536
         (machine.open_files(20000, -1, 2), "good"),
         (machine.open_files(20000, 20000, 1000), "doubtful"),
         (machine.open_files(-1, -1, 4096), "good"),
