@@ -106,8 +106,9 @@ def _clocks(workers: Sequence[WorkerState]) -> Iterator[Finding]:
             found = f"{1e3 * worker.round_trip_s:.0f} ms to the router and back"
             mend = "place router and workers nearer to each other: every token waits for half of it"
             yield Finding(part=PART, name=f"{worker.name}'s way", verdict="doubtful", found=found, mend=mend)
-    ahead = max(abs(worker.clock_ahead_s) for worker in workers)
+    ahead = [0.0, *(worker.clock_ahead_s for worker in workers)]  # the router's own first
+    apart_s = max(ahead) - min(ahead)
     way_s = max(worker.round_trip_s for worker in workers)
-    if ahead <= CLOCK_S and way_s <= FAR_S:
-        found = f"within {1e3 * ahead:.1f} ms of each other, {1e3 * way_s:.1f} ms there and back at most"
+    if max(map(abs, ahead)) <= CLOCK_S and way_s <= FAR_S:
+        found = f"within {1e3 * apart_s:.1f} ms of each other, {1e3 * way_s:.1f} ms there and back at most"
         yield Finding(part=PART, name="clocks", verdict="good", found=found)

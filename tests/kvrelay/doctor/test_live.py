@@ -50,6 +50,15 @@ def test_a_cluster_that_is_well() -> None:
     assert found == dict.fromkeys(("router-0", "prefill-0", "decode-0", "clocks"), "good")
 
 
+def test_clocks_are_as_far_apart_as_the_two_that_are_farthest() -> None:
+    either_side = worker("prefill-0", clock_ahead_s=0.3), worker("decode-0", clock_ahead_s=-0.4)
+    [clocks] = [each for each in cluster(status(*either_side)) if each.name == "clocks"]
+    assert clocks.found.startswith("within 700.0 ms of each other")
+    behind = worker("prefill-0", clock_ahead_s=-0.3), worker("decode-0", clock_ahead_s=-0.4)
+    [clocks] = [each for each in cluster(status(*behind)) if each.name == "clocks"]
+    assert clocks.found.startswith("within 400.0 ms of each other"), "the router's is one of them"
+
+
 @pytest.mark.parametrize(
     ("changes", "name", "verdict"),
     [
