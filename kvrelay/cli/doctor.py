@@ -8,7 +8,6 @@ Exit codes: 0 nothing is bad; 1 something is (with --strict: or doubtful); 2 wro
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,7 +82,6 @@ def doctor(
     from kvrelay.doctor.finding import is_failed, plain
     from kvrelay.doctor.table import summary
 
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is told in our own words
     with exit_codes(as_json, interrupted="interrupted"):
         wanted, assumed = _read(spec, profile, address)
         where = _endpoint(endpoint, wanted, live)

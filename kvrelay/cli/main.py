@@ -182,6 +182,7 @@ ASK_A_ROUTER = (
 
 
 def main() -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # what fails is told in our own words; read as gRPC is imported
     with contextlib.ExitStack() as ends:
         if _begins_forks(sys.argv[1:], os.environ):
             from cluster.deploy.forks import started

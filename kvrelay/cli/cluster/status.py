@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -46,7 +45,6 @@ def status(
     as_json: JsonOption = False,
     watch: Annotated[float | None, typer.Option(min=0.1, help="Show it again every so many seconds.")] = None,
 ) -> None:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what fails is told in our own words
     while watch is not None:
         try:
             _show_all(entrance, endpoint, as_json, is_again=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import re
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 import typer
 
 from kvrelay.cli import main
 from kvrelay.cli.cluster import state
 from kvrelay.cli.console import ENDPOINT_VARIABLE, INTERRUPTED, exit_codes, write_to_any_terminal
+from tests.certificates import write_tls
 from tests.kvrelay.client.scripted import ScriptedServer
+from worker.wire import rpc
 
 pytestmark = pytest.mark.unit
 
@@ -160,3 +164,16 @@ def test_what_a_terminal_cannot_show_ends_no_answer(monkeypatch: pytest.MonkeyPa
     write_to_any_terminal()
     print("so schön", flush=True)
     assert shown.getvalue() == b"so sch?n\n"
+
+
+async def test_what_fails_at_tls_is_told_in_our_own_words_alone(tmp_path: Path) -> None:
+    server = rpc.make_server()
+    port = rpc.bind(server, "127.0.0.1", 0, replace(write_tls(tmp_path, trustme.CA(), "127.0.0.1"), ca=""))
+    await server.start()
+    command = [sys.executable, "-m", "kvrelay.cli.main", "status", "--endpoint", f"127.0.0.1:{port}", "--tls"]
+    environment = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}
+    done = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True, timeout=60)
+    await server.stop(None)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "of no authority that is trusted here" in done.stderr
