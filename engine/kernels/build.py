@@ -65,10 +65,12 @@ def is_missing() -> bool:
 
 def _compiler() -> Compiler:
     """As in $CXX, which may have arguments: `ccache g++`."""
-    compiler = os.environ.get("CXX", "").split() or [path for path in map(shutil.which, ("g++", "c++")) if path][:1]
-    if not compiler:
+    if given := os.environ.get("CXX", "").split():
+        return given
+    found = shutil.which("g++") or shutil.which("c++")
+    if found is None:
         raise NativeUnavailable("no C++ compiler was found (looked for $CXX, g++ and c++)")
-    return compiler
+    return [found]
 
 
 def _path(compiler: Compiler) -> Path:

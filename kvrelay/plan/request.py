@@ -173,17 +173,18 @@ class PlanRequest(Spec):
             raise ValueError(f"`classes` has the name {twice} twice; give each class its own")
 
     def _check_workload(self) -> None:
-        asked, random = self.workload, self._changed(RANDOM)
+        asked, random = self.workload, self.changed(RANDOM)
         if asked.trace is not None and random:
             raise ValueError(f"`{random[0]}` does not go with `trace`; give one of the two")
         if asked.trace is None and (asked.random_input_len is None or asked.random_output_len is None):
             raise ValueError("no requests are given; give `trace`, or `random_input_len` and `random_output_len`")
-        if asked.trace is None and (foreign := self._changed(OF_TRACES)):
+        if asked.trace is None and (foreign := self.changed(OF_TRACES)):
             raise ValueError(f"`{foreign[0]}` is of a trace and there is none; give `trace`, or take it out")
         if asked.trace_timestamps and asked.burstiness != 1:
             raise ValueError("`burstiness` does not go with `trace_timestamps`; the trace has its own bursts")
 
-    def _changed(self, keys: Sequence[str]) -> list[str]:
+    def changed(self, keys: Sequence[str]) -> list[str]:
+        """Those that have not their defaults."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
 
     def _check_machines(self) -> None:
@@ -199,12 +200,12 @@ class PlanRequest(Spec):
         if kind != "roofline" and len(self.hardware or ()) > 1:
             names = ", ".join(self.hardware or ())
             raise ValueError(f"`hardware` is {names}; a {kind} is of one kind of machine, give no more than one")
-        if kind != "roofline" and (narrow := self._changed(FEW_BITS)):
+        if kind != "roofline" and (narrow := self.changed(FEW_BITS)):
             raise ValueError(
                 f"`{narrow[0]}` is {getattr(self, narrow[0])}, and a {kind} is of workers as they were measured; take "
                 "it out"
             )
-        if len(self.hardware or ()) > 1 and (one_kind := self._changed(OF_ONE_KIND)):
+        if len(self.hardware or ()) > 1 and (one_kind := self.changed(OF_ONE_KIND)):
             names = ", ".join(self.hardware or ())
             raise ValueError(f"`{one_kind[0]}` is of one kind of machine and `hardware` is {names}; give one of them")
 

@@ -111,9 +111,9 @@ def named_by_file(paths: Sequence[Path]) -> list[str]:
 def _check(name: str, request: PlanRequest) -> None:
     if request.rate is None:
         raise PlanError(f"{name}: rate is missing; several models are planned for the rate of each")
-    for key in ("num_speculative_tokens", *FEW_BITS):
-        if (asked := getattr(request, key)) != PlanRequest.model_fields[key].default:
-            raise PlanError(f"{name}: {key} is {asked}, and several models are planned without; take it out")
+    if foreign := request.changed(("num_speculative_tokens", *FEW_BITS)):
+        asked = getattr(request, foreign[0])
+        raise PlanError(f"{name}: {foreign[0]} is {asked}, and several models are planned without; take it out")
     if request.latency_kind != "roofline" or len(request.hardware or ()) != 1:
         raise PlanError(f"{name}: several models are planned on one kind of GPU, by a roofline; give hardware alone")
     if request.margin is not None:

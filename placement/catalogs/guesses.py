@@ -7,7 +7,7 @@ memory and no page; prompt lookup takes neither (engine/loading/load.py, engine/
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from placement.catalogs.base import PlanError
@@ -106,7 +106,7 @@ def _draft(model: str, target: ModelShape) -> ModelShape:
             f"speculative_model is {model!r}, which has {shape.vocab} tokens; {target.name} has {target.vocab}: "
             "give one with the same"
         )
-    return replace(shape, weight_bits=8.0, quantisation="int8") if target.quantisation == "int8" else shape
+    return shape.in_few_bits(quantization=target.quantisation)
 
 
 def _heads(folder: Path, target: ModelShape) -> Heads | None:

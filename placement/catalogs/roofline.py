@@ -18,7 +18,7 @@ from placement.latency.hardware import Hardware, load_hardware
 from placement.latency.model_files import load_shape
 from placement.latency.model_shape import ModelShape
 from placement.latency.roofline import kv_heads_per_gpu, roofline_latency
-from placement.latency.tensor_parallel import in_few_bits, why_not_cut, why_not_staged
+from placement.latency.tensor_parallel import few_bits_of, why_not_cut, why_not_staged
 from prefill_worker.options import PrefillOptions
 
 MAX_TRIED_PP = 16
@@ -212,7 +212,7 @@ class RooflineCatalog:
         return f", and its {self.shape.num_layers} layers divide into no {staged.pp} to {MAX_TRIED_PP} equal stages"
 
     def _why_one_gpu(self) -> str:
-        few = in_few_bits(self.shape)
+        few = few_bits_of(self.shape)
         return f", and {few} goes with TP 1 alone" if few else ""
 
     def smallest_that_fits(self, tp: int | None = None) -> Degrees | None:
@@ -243,12 +243,13 @@ def open_catalog(
 
 def _check_bits(machine: Hardware, kv_dtype: str, quantization: str) -> None:
     """As workers would, on such devices. Raises PlanError."""
-    if machine.unit == "GPU" and quantization == "int8":
+    has_gpus = machine.unit == "GPU"
+    if has_gpus and quantization == "int8":
         raise PlanError(f"quantization is int8, which is for CPUs, and hardware is {machine.name}; take it out")
-    of, other = ("CPUs", "fp8_e4m3") if machine.unit == "GPU" else ("GPUs", "int8")
-    if kv_dtype == ("int8" if machine.unit == "GPU" else "fp8_e4m3"):
+    own, foreign, of = ("fp8_e4m3", "int8", "CPUs") if has_gpus else ("int8", "fp8_e4m3", "GPUs")
+    if kv_dtype == foreign:
         raise PlanError(
-            f"kv_dtype is {kv_dtype}, which is for {of}, and hardware is {machine.name}; give {other} or auto"
+            f"kv_dtype is {kv_dtype}, which is for {of}, and hardware is {machine.name}; give {own} or auto"
         )
 
 

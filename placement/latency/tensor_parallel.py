@@ -14,7 +14,7 @@ from placement.latency.model_shape import KV_DTYPES, ModelShape
 def why_not_cut(shape: ModelShape, tp: int, *, has_whole_experts: bool = False) -> str:
     """What stands in the way of so many ranks; empty: nothing. `has_whole_experts`: each rank has some of them
     (expert_parallel), and not a part of each."""
-    if tp > 1 and (why := in_few_bits(shape)):
+    if tp > 1 and (why := few_bits_of(shape)):
         return f"{why} goes with TP 1 alone, and TP is {tp}"
     if tp > 1 and (why := _why_whole(shape, has_whole_experts)):
         return f"{shape.name} ({shape.model_type}) {why}, and TP is {tp}"
@@ -29,13 +29,14 @@ def why_not_staged(shape: ModelShape, pp: int) -> str:
     """What stands in the way of so many stages, and the mend; empty: nothing."""
     if pp > shape.num_layers:
         return f"PP {pp} is more than the {shape.num_layers} layers of {shape.name}; give fewer stages"
-    if pp > 1 and (why := in_few_bits(shape)) not in ("", "kv_dtype int8"):
+    if pp > 1 and (why := few_bits_of(shape)) not in ("", "kv_dtype int8"):
         return f"{why} goes with PP 1 alone, and PP is {pp}; give PP 1"
     return ""
 
 
-def in_few_bits(shape: ModelShape) -> str:
-    """What of a worker's numbers is, as engine/options.py has it for one process alone; empty: nothing."""
+def few_bits_of(shape: ModelShape) -> str:
+    """Which of a worker's numbers have few bits, by the key that asks for it (engine/options.py has it for one process
+    alone); empty: none."""
     if shape.quantisation == "int8":
         return "quantization int8"
     return next((f"kv_dtype {name}" for name, dtype in KV_DTYPES.items() if dtype == shape.kv_dtype), "")
