@@ -37,7 +37,7 @@ def _catalogs(request: PlanRequest) -> list[Catalog]:
         open_published = registry.published(registry.CATALOGS[request.latency_kind])
         return [open_published(name=request.model, **_limits(request))]
     options = {"max_pp": request.max_pp, "guesses": guesses_of(request), **_few_bits(request), **_limits(request)}
-    return [open_catalog(request.model, name, **options) for name in request.hardware or ()]
+    return [open_catalog(request.model, name, **options) for name in request.kinds]
 
 
 def _few_bits(request: PlanRequest) -> dict[str, str]:
@@ -51,7 +51,7 @@ def _limits(request: PlanRequest) -> dict[str, Any]:
 
 def _profile_catalog(request: PlanRequest) -> Catalog:
     profiles = [read_profile(path) for path in request.profile]
-    cost = _cost(load_hardware(request.hardware[0]), profiles[0]) if request.hardware else None
+    cost = _cost(load_hardware(request.kinds[0]), profiles[0]) if request.kinds else None
     if request.model is not None and (given := shape_if_known(request.model)) is not None:
         check_model(profiles[0], given)  # the others are of the same
     guesses, shape = guesses_of(request), _shape(request) if request.speculative_model else None

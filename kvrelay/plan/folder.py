@@ -193,7 +193,7 @@ def title(plan: Plan, request: PlanRequest) -> str:
 def asked_words(plan: Plan, request: PlanRequest) -> str:
     """What was asked, in one sentence."""
     size = (
-        f"on {amounts.count(request.num_gpus, plan.chosen.candidate.unit)}"
+        f"on {_there_are(request) or amounts.count(request.num_gpus, plan.chosen.candidate.unit)}"
         if request.num_gpus is not None
         else f"for {amounts.num(request.rate)} requests/s"
         if request.rate is not None
@@ -205,6 +205,11 @@ def asked_words(plan: Plan, request: PlanRequest) -> str:
         or f"{words.targets(plan.slo)} for {amounts.percent(plan.slo.attainment)} of requests"
     )
     return f"Asked: {aim} {size}, with {targets}; requests after {workload_words(request.workload)}."
+
+
+def _there_are(request: PlanRequest) -> str:
+    """So many GPUs of each kind, where it is said."""
+    return " and ".join(f"{count} x {name}" for name, count in request.gpus_of.items())
 
 
 def workload_words(workload: WorkloadOptions) -> str:

@@ -276,14 +276,14 @@ def _provisioned(
 ) -> Plan:
     """By the rules of the live cluster, whose machines keep their role."""
     for catalog in kinds:  # a worker is a machine
-        _check_workers(request, catalog, request.tensor_parallel or catalog.gpus_per_node)
+        _check_workers(request, catalog, _machine_degrees(request, catalog).gpus)
     if request.rate is not None:
         _check_rate(request.rate, kinds, requests, request.slo.tpot_s)
     return provision(
         _question(request),
         machines_of(request, kinds),
         requests,
-        options=Provisioning(rules="live"),
+        options=Provisioning(rules="live", gpus_of=_gpus_of(request, kinds)),
         on_progress=on_progress,
     )
 
@@ -296,6 +296,9 @@ def _on_whole_nodes(request: PlanRequest, kinds: Sequence[Catalog]) -> list[str]
     common = set.intersection(*fitting)
     if not common or min(common) >= max(catalog.gpus_per_node for catalog in kinds):
         return []
+    if request.gpus_of:
+        workers = " or ".join(f"{_machine_degrees(request, each).gpus} x {each.hardware}" for each in kinds)
+        return [f"With several kinds a machine is the smallest worker, {workers}: --tensor-parallel makes larger ones."]
     nodes = " or ".join(f"{catalog.gpus_per_node} x {catalog.hardware}" for catalog in kinds)
     return [
         f"With several kinds a machine is a whole node with one worker, {nodes}: --tensor-parallel {min(common)} makes "
@@ -318,7 +321,7 @@ def machines_of(request: PlanRequest, kinds: Sequence[Catalog]) -> list[MachineT
 
 def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> list[MachineType]:
     """A worker of it, of a whole node where nothing else is asked; and the same under each power cap of its file."""
-    short, degrees = short_name(catalog.hardware, names), Degrees(request.tensor_parallel or catalog.gpus_per_node)
+    short, degrees = short_name(catalog.hardware, names), _machine_degrees(request, catalog)
     roofline = _roofline(catalog)
     why = roofline.why_no_room(degrees) if roofline is not None else ""
     fitting = roofline.smallest_that_fits() if roofline is not None and why else None
@@ -328,6 +331,19 @@ def _machines(request: PlanRequest, catalog: Catalog, names: Sequence[str]) -> l
     full = replace(whole, title=gpu_name(catalog.hardware, names))
     caps = roofline.machine.power_caps if roofline is not None else ()
     return [full, *(capped(full, cap) for cap in caps)]
+
+
+def _machine_degrees(request: PlanRequest, catalog: Catalog) -> Degrees:
+    """A whole node, but of GPUs that are counted the fewest that the model fits on, which leave the fewest over."""
+    if request.tensor_parallel is not None:
+        return Degrees(request.tensor_parallel)
+    fitting = [degrees for degrees in _that_fit(catalog) if degrees.pp == 1]
+    return fitting[0] if request.gpus_of and fitting else Degrees(catalog.gpus_per_node)
+
+
+def _gpus_of(request: PlanRequest, kinds: Sequence[Catalog]) -> dict[str, int]:
+    counts = request.gpus_of
+    return {each.hardware: counts[name] for name, each in zip(request.kinds, kinds, strict=True) if name in counts}
 
 
 def gpu_name(hardware: str, among: Sequence[str] = ()) -> str:

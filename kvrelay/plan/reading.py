@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from cluster.spec.documents import document, mistake_of
 from cluster.spec.errors import sentences_of, show
-from kvrelay.plan.request import CLASS_KEYS, RANDOM, SIZES, PlanRequest, listed
+from kvrelay.plan.request import CLASS_KEYS, RANDOM, SIZES, PlanRequest, counted, listed
 from placement.catalogs.base import PlanError
 
 PATHS = ("trace", "profile", "margin")
@@ -89,10 +89,17 @@ def read_keys(path: Path) -> dict[str, Any]:
 def _from_folder(path: Path, key: object, value: Any) -> Any:
     if key == "hardware":
         names = listed(value)
-        return [_beside(path, name) for name in names] if isinstance(names, list | tuple) else value
+        return [_machine_beside(path, name) for name in names] if isinstance(names, list | tuple) else value
     if key == "profile" and isinstance(value, list):
         return [_beside(path, each) for each in value]
     return _beside(path, value) if key in (*PATHS, *MODELS) else value
+
+
+def _machine_beside(path: Path, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    name, count = counted(value)
+    return _beside(path, name) if count is None else f"{_beside(path, name)}:{count}"
 
 
 def _beside(path: Path, value: Any) -> Any:

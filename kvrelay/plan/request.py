@@ -6,9 +6,9 @@ Latency targets are written with their unit (250ms, 0.25s); a bare number is mil
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -32,6 +32,12 @@ GUESSING = ("speculative_model", "acceptance_rate")
 PROMPT_LOOKUP = "prompt lookup"  # that there is no model for it
 MOST_GUESSES = knobs_of(DecodeOptions)["num_speculative_tokens"].le
 CLASS_KEYS = ("name", "share", "ttft", "tpot", "attainment")
+
+
+def counted(kind: str) -> tuple[str, int | None]:
+    """Of hardware: h100-sxm:8 is 8 GPUs of h100-sxm."""
+    name, colon, count = kind.rpartition(":")
+    return (name, int(count)) if colon and count.isdecimal() else (kind, None)
 
 
 def listed(value: object) -> object:
@@ -71,7 +77,9 @@ class PlanRequest(Spec):
     model: str | None = setting(
         None, "A model directory, or a name of configs/models or the hub (if downloaded).", min_length=1
     )
-    hardware: Names | None = setting(None, "A file, or a name of configs/hardware; several with commas between them.")
+    hardware: Names | None = setting(
+        None, "A file, or a name of configs/hardware; several with commas between them. NAME:8: there are 8 GPUs of it."
+    )
     num_gpus: Count | None = setting(None, "Use so many GPUs at most; cores, with profiles of CPU workers.")
     rate: Above0 | None = setting(None, "Serve so many requests per second.")
     budget: Above0 | None = setting(None, "Spend so many USD an hour at most.")
@@ -120,6 +128,18 @@ class PlanRequest(Spec):
         None, "Simulate in so many; 0: in this one, uncompiled, at a quarter of the speed. Default: one a core.", ge=0
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _counts_are_a_size(cls, data: Any) -> Any:
+        """All GPUs that `hardware` counts, where nothing else is said; of one kind that is `num_gpus` and no more."""
+        kinds = listed(data.get("hardware")) if isinstance(data, Mapping) else None
+        if not isinstance(kinds, Sequence) or not all(isinstance(each, str) for each in kinds):
+            return data
+        names, counts = zip(*(counted(each) for each in kinds), strict=True) if kinds else ((), ())
+        if not counts or None in counts or any(data.get(key) is not None for key in SIZES):
+            return data
+        return {**data, "num_gpus": sum(counts)} | ({"hardware": names} if len(names) == 1 else {})
+
     @field_validator("latency", mode="after")
     @classmethod
     def _known_latency(cls, value: str) -> str:
@@ -136,8 +156,9 @@ class PlanRequest(Spec):
     @field_validator("hardware", mode="after")
     @classmethod
     def _each_once(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        for name in value or ():
-            if (value or ()).count(name) > 1:
+        names = [counted(each)[0] for each in value or ()]
+        for name in names:
+            if names.count(name) > 1:
                 raise ValueError(f"{name} is there twice; give each kind of machine once")
         return value
 
@@ -154,8 +175,19 @@ class PlanRequest(Spec):
 
     def _check_size(self) -> None:
         given = [key for key in SIZES if getattr(self, key) is not None]
+        if not given and self.gpus_of:
+            name = next(name for name in self.kinds if name not in self.gpus_of)
+            kinds = ", ".join(self.hardware or ())
+            raise ValueError(
+                f"`hardware` is {kinds}, and how many there are of {name} is not said; give {name}:8, or `num_gpus`"
+            )
         if not given:
             raise ValueError("nothing says how much; give one of `num_gpus`, `rate` or `budget`")
+        if self.gpus_of and (self.rate is not None or len(self.kinds) == 1):
+            kinds = ", ".join(self.hardware or ())
+            raise ValueError(f"`hardware` is {kinds} and `{given[0]}` {getattr(self, given[0]):g}; give one of them")
+        if few := next((name for name, count in self.gpus_of.items() if not count), None):
+            raise ValueError(f"`hardware` has 0 of {few}; give 1 or more, or take it out")
         if len(given) > 1:
             values = " and ".join(f"`{key}` {getattr(self, key):g}" for key in given)
             raise ValueError(f"{values} do not go together; give one of them")
@@ -229,6 +261,16 @@ class PlanRequest(Spec):
     @property
     def workload(self) -> WorkloadOptions:
         return WorkloadOptions(**{name: getattr(self, name) for name in WORKLOAD_KEYS})
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of hardware, without how many there are."""
+        return tuple(counted(each)[0] for each in self.hardware or ())
+
+    @property
+    def gpus_of(self) -> dict[str, int]:
+        """How many there are of those kinds of which it is said."""
+        return {name: count for name, count in map(counted, self.hardware or ()) if count is not None}
 
     @property
     def wanted(self) -> Literal["goodput", "cost", "power"]:

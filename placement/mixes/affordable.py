@@ -41,9 +41,16 @@ def raise_if_all_too_dear(designs: Sequence[Design], budgets: Mapping[Resource, 
         )
 
 
+def too_few(design: Design, gpus_of: Mapping[str, int]) -> str:
+    """Why there are not enough GPUs of each kind for a machine in each of its pools; nothing where there are."""
+    for kind, most in gpus_of.items():
+        if (least := design.least(design.gpus_of(kind))) > most:
+            return f"there are {most} of {kind}, and a machine for each pool takes {least:.10g}"
+    return ""
+
+
 def _least(design: Design, resource: Resource) -> float:
-    prompt, token = design.unit_costs(resource)
-    return prompt if design.is_baseline else prompt + token
+    return design.least(design.unit_costs(resource))
 
 
 def _holds(most: float, least: float) -> bool:

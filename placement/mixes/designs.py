@@ -38,6 +38,15 @@ class Design:
         first, second = (float(getattr(machine, resource)) for machine in self.machines)
         return first, second
 
+    def gpus_of(self, kind: str) -> tuple[float, float]:
+        """The same of GPUs of one kind."""
+        first, second = (float(machine.gpus * (machine.kind == kind)) for machine in self.machines)
+        return first, second
+
+    def least(self, unit_costs: tuple[float, float]) -> float:
+        """What a machine for each pool takes."""
+        return unit_costs[0] if self.is_baseline else sum(unit_costs)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:

@@ -80,7 +80,10 @@ class Limit:
     at_most: float
 
     def prompts_beside(self, num_token: int) -> float:
-        return (self.at_most - self.unit_costs[1] * num_token) / self.unit_costs[0] if self.unit_costs[0] else math.inf
+        left = self.at_most - self.unit_costs[1] * num_token
+        if not self.unit_costs[0]:
+            return math.inf if left >= 0 else 0.0
+        return left / self.unit_costs[0]
 
 
 def prompts_beside(limits: Sequence[Limit], num_token: int) -> int:

@@ -18,7 +18,8 @@ from placement.latency.scaled import ScaledLatency
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineType:
-    """`short`: in a design's name, HA is an H for prompts and an A for tokens; `title` in a baseline's."""
+    """`short`: in a design's name, HA is an H for prompts and an A for tokens; `title` in a baseline's. `kind`: what it
+    is the same with under whatever power cap."""
 
     name: str
     short: str
@@ -29,6 +30,7 @@ class MachineType:
     power: float
     power_unit: str = "W"
     power_cap: float = 1.0  # of the machine's power; `power` is what is left of it
+    kind: str = ""
     caution: str = ""  # a sentence for the plan, where its times are not to be taken for truth
 
     @property
@@ -57,6 +59,7 @@ def machine_of(catalog: Catalog, degrees: Degrees | None = None, *, short: str =
         short=short or _letters(catalog.hardware),
         title=catalog.hardware,
         model=catalog.model,
+        kind=catalog.hardware,
         offer=offer,
         usd_per_hour=catalog.cost.usd_per_gpu_hour * wanted.gpus,
         power=catalog.cost.watts_per_gpu * wanted.gpus,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from placement.catalogs.base import PlanError
 from placement.goodput.targets import Targets
@@ -18,6 +19,7 @@ from placement.workload.requests import Workload
 class Provisioning:
     """`designs`: names; all that the machines make when None. `slowdowns`: another kind of SLO, in place of the
     question's. `budget_power`: watts, or the machines' unit, beside the question's own budget, which may be infinite.
+    `gpus_of`: how many there are, by the kind of machine; those of other kinds are as many as the budgets allow.
     `rules`: live, or a name of placement/papers/registry.py. `apart`: draw prompt and output lengths each by itself.
     `seconds`, `min_requests`: how long a draw is, whichever is more. `interval_seeds`: draws that a mix's highest rate
     is looked for on, and that it must hold a rate on; `seeds`: those of them that find what a budget buys.
@@ -28,6 +30,7 @@ class Provisioning:
     designs: tuple[str, ...] | None = None
     slowdowns: SlowdownTargets | None = None
     budget_power: float | None = None
+    gpus_of: Mapping[str, int] = field(default_factory=dict)
     rules: str = LIVE.name
     apart: bool = False
     seconds: float = DRAW_SECONDS

@@ -18,14 +18,14 @@ from typing import Any
 from placement.catalogs.base import PlanError
 from placement.goodput.bounds import sampled_rows
 from placement.goodput.runner import Progress, open_runner, used_cpu_s
-from placement.mixes.affordable import raise_if_all_too_dear, too_dear
+from placement.mixes.affordable import raise_if_all_too_dear, too_dear, too_few
 from placement.mixes.demand import rate_within, search_space
 from placement.mixes.designs import Design, Mix, Resource, all_designs
 from placement.mixes.grid import Asking, GridPoint, Limit
 from placement.mixes.load import on_prefixes
 from placement.mixes.machines import MachineType
 from placement.mixes.options import Provisioning, scenario_of
-from placement.mixes.report.advice import ByOtherRules
+from placement.mixes.report.advice import ByOtherRules, apart_words
 from placement.mixes.report.plan import plan_of
 from placement.mixes.report.rated import RatedMix, spoken
 from placement.mixes.rules import rules_to_compare
@@ -131,7 +131,8 @@ class Provisioner:
             refused=self.refused,
             other=other,
         )
-        return replace(plan, advice=tuple(filter(None, (*plan.advice, self.caution))))
+        apart = apart_words(rated, self.options.gpus_of)
+        return replace(plan, advice=tuple(filter(None, (*plan.advice[:1], apart, *plan.advice[1:], self.caution))))
 
     def _asked(self) -> dict[str, Any]:
         question, options, load = self.question, self.options, self.scenario.load
@@ -187,7 +188,9 @@ class Provisioner:
         budgets = self._budgets()
         if designs:
             raise_if_all_too_dear(designs, budgets)
-        self.refused |= {design.name: why for design in designs if (why := too_dear(design, budgets))}
+        few = self.options.gpus_of
+        told = {design.name: too_dear(design, budgets) or too_few(design, few) for design in designs}
+        self.refused |= {name: why for name, why in told.items() if why}
         designs = [design for design in designs if design.name not in self.refused]
         limits = {design.name: self._limits(design) for design in designs}
         rates = {design.name: rate_within(design, limits[design.name], self.scenario) for design in designs}
@@ -203,7 +206,10 @@ class Provisioner:
         return self._best_mixes(designs, step, asking, self.seeds, "mixes within the budget")
 
     def _limits(self, design: Design) -> list[Limit]:
-        return [Limit(unit_costs=design.unit_costs(key), at_most=most) for key, most in self._budgets().items()]
+        limits = [Limit(unit_costs=design.unit_costs(key), at_most=most) for key, most in self._budgets().items()]
+        kinds = {machine.kind for machine in design.machines}
+        of_kinds = {kind: most for kind, most in self.options.gpus_of.items() if kind in kinds}
+        return [*limits, *(Limit(unit_costs=design.gpus_of(kind), at_most=most) for kind, most in of_kinds.items())]
 
     def _best_mixes(
         self, designs: Sequence[Design], step: float, asking: Sequence[Asking], seeds: tuple[int, ...], what: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.mixes.designs import Resource
@@ -63,6 +63,21 @@ def _on_baselines(rated: Sequence[RatedMix], rate: float | None, resource: Resou
     usd, others_usd = (mix.mix.total("usd_per_hour") for mix in (best, other))
     at_price = f", for {usd:.2f} USD an hour against {others_usd:.2f}" if abs(usd - others_usd) >= 0.005 else ""
     return f"{serves}{at_price}."
+
+
+def apart_words(rated: Sequence[RatedMix], kinds: Collection[str]) -> str:
+    """What a cluster of each kind would serve, where there are so many of each; `rated`: the best first."""
+    best: dict[str, RatedMix] = {}
+    for each in rated:
+        own = {machine.kind for machine in each.mix.design.machines}
+        if len(own) == 1:
+            best.setdefault(own.pop(), each)
+    if len(kinds) < 2 or not set(kinds) <= set(best):
+        return ""
+    together = sum(best[kind].mean_rate for kind in kinds)
+    parts = " and ".join(f"{best[kind].mix} {best[kind].mean_rate:.4g}" for kind in kinds)
+    more = "More is had of a cluster" if together > rated[0].mean_rate * (1 + ALIKE) else "A cluster"
+    return f"{more} for each kind of its own: {parts}, {together:.4g} requests/s in all."
 
 
 def _on_headroom(headroom: float, highest: Interval) -> str:

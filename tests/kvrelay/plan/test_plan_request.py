@@ -125,6 +125,20 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
             {"algorithm": "low", "hardware": ["h100-sxm", "l40s"]},
             "--algorithm is of one kind of machine and --hardware is h100-sxm, l40s; give one of them",
         ),
+        ({"hardware": "h100-sxm:8"}, "--hardware is h100-sxm:8 and --num-gpus 8; give one of them"),
+        (
+            {"hardware": "h100-sxm:8,l40s:2", "num_gpus": None, "rate": 3.0},
+            "--hardware is h100-sxm:8, l40s:2 and --rate 3; give one of them",
+        ),
+        (
+            {"hardware": "h100-sxm:8,l40s", "num_gpus": None},
+            "--hardware is h100-sxm:8, l40s, and how many there are of l40s is not said; give l40s:8, or --num-gpus",
+        ),
+        ({"hardware": "h100-sxm:8,l40s:0"}, "--hardware has 0 of l40s; give 1 or more, or take it out"),
+        (
+            {"hardware": "l40s:8,l40s:2"},
+            "--hardware is 'l40s:8,l40s:2'; l40s is there twice; give each kind of machine once",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_that_names_the_flag(changes: dict[str, Any], told: str) -> None:
@@ -135,6 +149,14 @@ def test_a_mistake_is_one_sentence_that_names_the_flag(changes: dict[str, Any], 
 def test_a_class_that_does_not_parse_is_told(text: str) -> None:
     with pytest.raises(PlanError, match="give NAME:SHARE:TTFT:TPOT"):
         parse_class(text)
+
+
+def test_hardware_says_how_many_there_are() -> None:
+    one = build_request(None, GOOD | {"hardware": "h100-sxm:8", "num_gpus": None})
+    assert (one.hardware, one.num_gpus, one.gpus_of) == (("h100-sxm",), 8, {})
+    both = build_request(None, GOOD | {"hardware": "h100-sxm:3,l40s:2", "num_gpus": None})
+    assert (both.kinds, both.num_gpus, both.gpus_of) == (("h100-sxm", "l40s"), 5, {"h100-sxm": 3, "l40s": 2})
+    assert build_request(None, GOOD | {"hardware": "h100-sxm:3,l40s", "num_gpus": 9}).gpus_of == {"h100-sxm": 3}
 
 
 def test_classes_share_what_there_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -126,7 +127,14 @@ def shop(scale: float = 1.0) -> list[MachineType]:
     def machine(short: str, usd: float, power: float, slower: float) -> MachineType:
         offer = Offer(degrees=Degrees(tp=1), latency=Slower(slower * scale), num_pages=400, max_batch_size=32)
         return MachineType(
-            name=short.lower(), short=short, title=short, model="m", offer=offer, usd_per_hour=usd, power=power
+            name=short.lower(),
+            short=short,
+            title=short,
+            model="m",
+            kind=short.lower(),
+            offer=offer,
+            usd_per_hour=usd,
+            power=power,
         )
 
     return [machine("B", 1.8, 700.0, 1.0), machine("C", 1.0, 300.0, 2.0)]
@@ -210,6 +218,23 @@ def test_the_objective_and_the_budgets_decide() -> None:
     ask = PlanQuestion(slo=SLO, budget_usd_per_hour=math.inf, processes=0)
     found = plan(ask, replace(QUICK, designs=designs, budget_power=2500.0))
     assert all(one.watts <= 2500 for one in found.tried)
+
+
+def test_there_are_no_more_gpus_of_a_kind_than_there_are() -> None:
+    there_are = {"b": 3, "c": 1}
+    found = plan(PlanQuestion(slo=SLO, num_gpus=4, processes=0), replace(QUICK, gpus_of=there_are))
+    best: dict[str, float] = {}
+    for one in found.tried:
+        taken = Counter[str]()
+        for pool in one.candidate.pools:
+            taken[str(pool.hardware)] += pool.gpus
+        assert all(taken[kind] <= most for kind, most in there_are.items())
+        best.setdefault("".join(taken) if len(taken) == 1 else "both", one.goodput.value)
+    assert found.refused["CC"] == "there are 1 of c, and a machine for each pool takes 2"
+    apart = f"BB (2,1) {best['b']:.4g} and Baseline-C (1) {best['c']:.4g}, {best['b'] + best['c']:.4g} requests/s"
+    assert found.advice[1] == f"A cluster for each kind of its own: {apart} in all."
+    with pytest.raises(PlanError, match="Baseline-B: there are 0 of b, and a machine for each pool takes 1"):
+        plan(PlanQuestion(slo=SLO, num_gpus=4, processes=0), replace(QUICK, gpus_of={"b": 0, "c": 0}))
 
 
 def test_a_rate_that_is_hardly_higher_buys_nothing_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
