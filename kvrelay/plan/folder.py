@@ -37,8 +37,7 @@ class Saved:
 
 
 def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
-    """Writes the folder; files of the same names are replaced, and a cluster.yaml goes where this plan has
-    none. Raises PlanError where nothing can be written."""
+    """Writes the folder; files of an earlier plan are replaced, or go. Raises PlanError: nothing can be written."""
     from kvrelay.plan import report as plan_report
     from kvrelay.plan.plots import figures as plots
     from kvrelay.plan.plots.style import png
@@ -59,10 +58,17 @@ def save(plan: Plan, request: PlanRequest, folder: Path) -> Saved:
     if spec:
         written["cluster.yaml"] = spec
     written |= {f"{name}.png": png(figure) for name, figure in wide.items()}
+    return Saved(files=write_all(folder, written), notes=notes)
+
+
+def write_all(folder: Path, written: Mapping[str, str | bytes]) -> tuple[Path, ...]:
+    """All files of a plan; those of an earlier one that this one has not go. Raises PlanError."""
+    from kvrelay.plan.plots.figures import DRAWN
+
     files = tuple(write(folder, name, content) for name, content in written.items())
-    if not spec:  # an earlier plan's is not this one's
-        (folder / "cluster.yaml").unlink(missing_ok=True)
-    return Saved(files=files, notes=notes)
+    for name in {"cluster.yaml", "report.html", *(f"{name}.png" for name in DRAWN)} - written.keys():
+        (folder / name).unlink(missing_ok=True)
+    return files
 
 
 def check_folder(folder: Path) -> None:

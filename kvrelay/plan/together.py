@@ -29,7 +29,7 @@ from cluster.spec.resolve import why_not_served
 from kvrelay.plan import cluster_file
 from kvrelay.plan.amounts import count, num, percent, seconds
 from kvrelay.plan.catalogs import catalogs
-from kvrelay.plan.folder import Saved, write
+from kvrelay.plan.folder import Saved, write_all
 from kvrelay.plan.planning import OnProgress, make_plan, workload_of
 from kvrelay.plan.request import PlanRequest
 from placement.catalogs.base import PlanError
@@ -232,7 +232,7 @@ def save(plan: SharingPlan, folder: Path) -> Saved:
     told = "\n".join(f"# {line}" for line in (*sentences(plan), loosest, *(f"Note: {note}" for note in notes)))
     body = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=cluster_file.RULE)
     written = {"cluster.yaml": f"{told}\n{body}", "plan.json": json.dumps(as_object(plan), indent=1) + "\n"}
-    return Saved(files=tuple(write(folder, name, content) for name, content in written.items()), notes=tuple(notes))
+    return Saved(files=write_all(folder, written), notes=tuple(notes))
 
 
 def spec_data(plan: SharingPlan) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import matplotlib as mpl
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,19 +16,20 @@ from kvrelay.plan.plots.style import STYLE, Width
 from kvrelay.plan.plots.tornado import what_moves_it
 from placement.plan import Plan
 
+DRAWN: Mapping[str, Callable[[Plan, Width], Figure | None]] = {
+    "attainment": attainment_by_rate,
+    "goodput": goodput_per_gpu,
+    "phases": phase_goodput,
+    "cost": cost_by_throughput,
+    "time": time_by_rate,
+    "tornado": what_moves_it,
+}
+
 
 def figures(plan: Plan, width: Width = "wide") -> dict[str, Figure]:
     """Every figure that the plan has points for, by name."""
-    drawn: dict[str, Callable[[Plan, Width], Figure | None]] = {
-        "attainment": attainment_by_rate,
-        "goodput": goodput_per_gpu,
-        "phases": phase_goodput,
-        "cost": cost_by_throughput,
-        "time": time_by_rate,
-        "tornado": what_moves_it,
-    }
     with mpl.rc_context(STYLE):  # type: ignore[arg-type]
-        made = {name: draw(plan, width) for name, draw in drawn.items()}
+        made = {name: draw(plan, width) for name, draw in DRAWN.items()}
         for figure in made.values():
             if figure is not None:
                 FigureCanvasAgg(figure)

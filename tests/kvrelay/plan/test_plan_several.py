@@ -89,7 +89,11 @@ def test_sharing_is_the_answer_on_fewer_gpus_or_with_more_room(tmp_path: Path) -
 )
 def test_the_spec_is_one_that_up_serves(tmp_path: Path, together: Together | str, pools: dict[str, Any]) -> None:
     plan = sharing(together, tmp_path)
+    (tmp_path / "out").mkdir()
+    for name in ("report.html", "tornado.png", "mine.png"):
+        (tmp_path / "out" / name).touch()
     saved = save(plan, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"cluster.yaml", "plan.json", "mine.png"}
     assert [path.name for path in saved.files] == ["cluster.yaml", "plan.json"]
     assert not saved.notes
     spec = parse_spec(yaml.safe_load((tmp_path / "out" / "cluster.yaml").read_text()))
