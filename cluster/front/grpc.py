@@ -104,7 +104,7 @@ async def refuse_with(context: Any, error: RequestFailed | InvalidRequest) -> No
     code = error.code if isinstance(error, RequestFailed) else grpc.StatusCode.INVALID_ARGUMENT
     trailers = tuple(context.trailing_metadata() or ())
     if isinstance(error, RequestFailed) and error.retry_after_s is not None:
-        trailers += (retry_after(error.retry_after_s),)
+        trailers += retry_after(error.retry_after_s)
     await refuse(context, code, str(error), trailers)
 
 

@@ -47,13 +47,13 @@ class Health:
     async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         if self.num_watches >= self.max_watches:
             reason = f"{self.num_watches} watch this router's health, of {self.max_watches}; ask with Check"
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(RETRY_AFTER_S),))
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after(RETRY_AFTER_S))
         self.num_watches += 1
         try:
             await self._watch(request.service in self._services, context)
         except TimeoutError:
             reason = f"its client took nothing for {self._max_stall_s:g} s"
-            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(RETRY_AFTER_S),))
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after(RETRY_AFTER_S))
         finally:
             self.num_watches -= 1
 

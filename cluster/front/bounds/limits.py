@@ -56,9 +56,10 @@ def grpc_options(options: FrontOptions) -> list[tuple[str, int]]:
     ]
 
 
-def retry_after(seconds: float) -> tuple[str, str]:
-    """The trailer that says when to come again."""
-    return "retry-after-ms", str(jittered_ms(seconds))
+def retry_after(seconds: float) -> tuple[tuple[str, str], ...]:
+    """The trailers that say when to come again: to who reads them, and to gRPC's own retries (its proposal A6)."""
+    wait_ms = str(jittered_ms(seconds))
+    return ("retry-after-ms", wait_ms), ("grpc-retry-pushback-ms", wait_ms)
 
 
 def jittered_ms(seconds: float) -> int:
@@ -104,7 +105,7 @@ class CallLimit(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def _refuse(self, _: AsyncIterator[object], context: Any) -> None:
         self._on_refused()
         reason = self._why_full(CALLER.get()) or "too many calls ran at this router"
-        await without_traces(refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, (retry_after(1.0),)))
+        await without_traces(refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after(1.0)))
 
     def _why_full(self, caller: str) -> str:
         """Why the caller may begin no call; empty if it may."""

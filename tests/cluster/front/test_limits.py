@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import re
 import sys
 from collections import Counter
@@ -116,6 +117,22 @@ async def test_calls_beyond_the_limit_are_refused_and_health_answers_on() -> Non
         h.prefill().release()
         await asyncio.gather(*held)
         assert (await h.generate.GenerateOnce(request(max_tokens=2))).usage.completion_tokens == 2
+
+
+async def test_grpcs_own_retries_come_again_when_they_are_told_to() -> None:
+    policy = {"maxAttempts": 2, "initialBackoff": "0.01s", "maxBackoff": "0.01s", "backoffMultiplier": 1}
+    retries = {"name": [{}], "retryPolicy": policy | {"retryableStatusCodes": ["RESOURCE_EXHAUSTED"]}}
+    async with serving(options=server_options(port=0, max_calls=1)) as h:
+        h.prefill().is_holding = True
+        held = h.generate.GenerateOnce(request(max_tokens=2))
+        await h.prefill().wait_for(lambda: len(h.prefill().held) == 1)
+        config = (("grpc.service_config", json.dumps({"methodConfig": [retries]})),)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{h.server.port}", options=config) as channel:
+            again = generate_pb2_grpc.GenerateStub(channel).GenerateOnce(request(max_tokens=2))
+            await h.until(lambda: h.router.metrics.codes == {"RESOURCE_EXHAUSTED": 1})
+            h.prefill().release()
+            assert [(await call).usage.completion_tokens for call in (held, again)] == [2, 2]
+        assert h.router.metrics.codes == {"RESOURCE_EXHAUSTED": 1, "OK": 2}
 
 
 async def test_one_clients_calls_leave_room_for_anothers() -> None:
