@@ -25,6 +25,7 @@ from tests.serving.conftest import ModelDir
 from tests.serving.harness import ROUTER, Gate, counters, engine_with, leave, random_prompt, replays, worker_with
 
 NEW_TOKENS = 48
+PLAIN: dict[tuple[str, str], list[Any]] = {}  # said without speculation, by the model's directory and dtype
 PROMPT_LENS = (3, 16, 21, 35, 40, 47, 64, 70)
 GUESSES = 4
 FEW = [*range(5, 9)]  # so that guesses come true by chance, too
@@ -117,6 +118,16 @@ def _said(completions: Sequence[Completion]) -> list[Any]:
     return [each.choices for each in completions]
 
 
+async def _plain(directory: str, dtype: str) -> list[Any]:
+    """Without speculation."""
+    if (directory, dtype) not in PLAIN:
+        async with _cluster(directory, dtype, 0) as cluster, AsyncClient(cluster.endpoint) as client:
+            answers = await _all(client)
+            assert _accepted(answers) == counters(cluster)["drafted_tokens"] == 0
+        PLAIN[directory, dtype] = _said(answers)
+    return PLAIN[directory, dtype]
+
+
 def _accepted(completions: Sequence[Completion]) -> int:
     timelines = [each.timeline for each in completions if each.timeline is not None]
     assert len(timelines) == len(completions)
@@ -135,9 +146,7 @@ async def test_the_tokens_are_those_without_speculation(
     name: str, dtype: str, by: str, model_dir: ModelDir, drafts: dict[str, str]
 ) -> None:
     directory = str(model_dir(name))
-    async with _cluster(directory, dtype, 0) as cluster, AsyncClient(cluster.endpoint) as client:
-        plain = await _all(client)
-        assert _accepted(plain) == counters(cluster)["drafted_tokens"] == 0
+    plain = await _plain(directory, dtype)
     cluster = _cluster(directory, dtype, GUESSES, drafts[by])
     async with cluster, AsyncClient(cluster.endpoint) as client:
         guessed = await _all(client)
@@ -148,19 +157,8 @@ async def test_the_tokens_are_those_without_speculation(
         steps, accepted = cluster.decode[0].counters["steps"] - totals["decode_steps"], _accepted([alone])
         assert steps == NEW_TOKENS - 1 - accepted
         assert by != "near" or totals["accepted_tokens"] > 0.25 * totals["drafted_tokens"]
-    assert _said([alone]) == _said(plain[1:2])
-    assert _said(guessed) == _said(plain)
-
-
-@pytest.fixture(scope="module")
-def plain(model_dir: ModelDir) -> list[Any]:
-    """Without speculation."""
-
-    async def run() -> list[Completion]:
-        async with _cluster(str(model_dir("llama")), "float32", 0) as cluster, AsyncClient(cluster.endpoint) as client:
-            return await _all(client)
-
-    return _said(asyncio.run(run()))
+    assert _said([alone]) == plain[1:2]
+    assert _said(guessed) == plain
 
 
 @pytest.mark.parametrize("by", ["lookup", "near", "heads"])
@@ -170,7 +168,7 @@ def plain(model_dir: ModelDir) -> list[Any]:
     ids=["crowded", "mixed"],
 )
 async def test_wherever_it_runs_it_is_the_same_and_replays(
-    roles: dict[str, Any], by: str, model_dir: ModelDir, drafts: dict[str, str], plain: list[Any], tmp_path: Path
+    roles: dict[str, Any], by: str, model_dir: ModelDir, drafts: dict[str, str], tmp_path: Path
 ) -> None:
     changes = {"max_batch_tokens": 20, "record": str(tmp_path)}
     cluster = _cluster(str(model_dir("llama")), "float32", GUESSES, drafts[by], worker_changes=changes, **roles)
@@ -179,7 +177,7 @@ async def test_wherever_it_runs_it_is_the_same_and_replays(
         await cluster.settled()
         cluster.check_invariants()
         assert roles["decode"] or counters(cluster)["preemptions"] == 0  # a crowd may come one by one
-    assert _said(answers) == plain
+    assert _said(answers) == await _plain(str(model_dir("llama")), "float32")
     assert _accepted(answers) > 0
     replays(*(tmp_path / f"{worker.options.name}.jsonl" for worker in cluster.workers))
 
@@ -187,7 +185,7 @@ async def test_wherever_it_runs_it_is_the_same_and_replays(
 @pytest.mark.parametrize("by", ["lookup", "near", "heads"])
 @pytest.mark.parametrize("way", ["it drains", "it is lost"])
 async def test_who_leaves_a_worker_has_the_same_tokens_elsewhere(
-    way: str, by: str, model_dir: ModelDir, drafts: dict[str, str], plain: list[Any]
+    way: str, by: str, model_dir: ModelDir, drafts: dict[str, str]
 ) -> None:
     two = _cluster(str(model_dir("llama")), "float32", GUESSES, drafts[by], decode=2)
     async with two as cluster, AsyncClient(cluster.endpoint) as client:
@@ -201,7 +199,7 @@ async def test_who_leaves_a_worker_has_the_same_tokens_elsewhere(
         answers = await running
         await cluster.settled()
         cluster.check_invariants()
-    assert _said(answers) == plain
+    assert _said(answers) == await _plain(str(model_dir("llama")), "float32")
     assert _accepted(answers) > 0
     timelines = [each.timeline for each in answers if each.timeline is not None]
     if way == "it drains":

@@ -75,9 +75,7 @@ def run(how: str, prepared: dict[str, object], asked: dict[str, object], threads
     return told
 
 
-@pytest.mark.parametrize(
-    ("options", "forking", "own"), [({}, 2, 1), ({"kv_dtype": "int8"}, 2, 2), ({"dtype": "float32"}, 1, 2)]
-)
+@pytest.mark.parametrize(("options", "forking", "own"), [({}, 2, 1), ({"kv_dtype": "int8", "dtype": "float32"}, 1, 2)])
 def test_a_fork_draws_what_a_process_of_its_own_does(
     model: Path, options: dict[str, object], forking: int, own: int
 ) -> None:

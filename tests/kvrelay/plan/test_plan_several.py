@@ -147,7 +147,7 @@ def test_files_of_one_name_are_told_apart_by_nobody(tmp_path: Path) -> None:
 
 
 def test_two_models_with_little_to_do_share_a_gpu(tmp_path: Path) -> None:
-    paths = [Path(write(tmp_path, name)) for name in ("a", "b")]
+    paths = [Path(write(tmp_path, name, tensor_parallel=1)) for name in ("a", "b")]
     plan = plan_together({path.stem: build_request(path, {}) for path in paths})
     assert plan.shared is not None
     assert (plan.shared.gpus, plan.gpus_apart) == (1, 2)

@@ -33,7 +33,7 @@ DISTURBED = Slo(ttft_s=0.4, tpot_s=0.0125)  # any step with a prompt in it takes
 def planned(
     slo: Slo = DISTURBED, catalog: ToyCatalog | None = None, workload: Workload | None = None, **ask: Any
 ) -> Plan:
-    ask = {"num_gpus": 4, "processes": 0, "thoroughness": 0.05} | ask
+    ask = {"num_gpus": 4, "processes": 1, "thoroughness": 0.05} | ask
     return plan(PlanQuestion(slo=slo, **ask), catalog or one_gpu(), workload or alike())
 
 

@@ -10,8 +10,6 @@ from placement.search.planner import plan
 from placement.search.question import PlanQuestion
 from tests.placement.toys import ToyCatalog, alike
 
-pytestmark = pytest.mark.unit
-
 SLO = Slo(ttft_s=0.4, tpot_s=0.0125)
 
 
@@ -19,7 +17,7 @@ SLO = Slo(ttft_s=0.4, tpot_s=0.0125)
 def planned() -> Plan:
     """One prefill and one decode worker, which could serve a dozen of it."""
     catalog = ToyCatalog(largest=1, latency={"slope_s": 0.0001})
-    question = PlanQuestion(slo=SLO, rate=5.0, processes=0, thoroughness=0.2, colocated=False, what_if=True)
+    question = PlanQuestion(slo=SLO, rate=5.0, processes=1, thoroughness=0.2, colocated=False, what_if=True)
     return plan(question, catalog, alike())
 
 
@@ -67,7 +65,7 @@ def test_what_is_promised_at_the_rate_is_of_runs_as_long_as_those_that_verify_th
 
 
 def test_nothing_of_it_is_simulated_where_nobody_asked() -> None:
-    question = PlanQuestion(slo=SLO, rate=5.0, processes=0, thoroughness=0.05, colocated=False)
+    question = PlanQuestion(slo=SLO, rate=5.0, processes=1, thoroughness=0.05, colocated=False)
     found = plan(question, ToyCatalog(largest=1, latency={"slope_s": 0.0001}), alike())
     assert found.swings == ()
     assert not any("twice the rate" in sentence for sentence in found.advice)
