@@ -191,9 +191,9 @@ def _by_catalog(request: Any, candidate: Candidate) -> tuple[SimCluster, float]:
 
     catalog, *others = catalogs(request)
     if others:
-        (design,) = all_designs(machines_of(request, (catalog, *others)), [candidate.design])
+        (design,) = all_designs(machines_of(request, (catalog, *others)), [candidate.design], are_pooled=True)
         first, second = ([pool.replicas for pool in candidate.pools] + [0])[:2]
-        cluster = live_cluster(Mix(design=design, num_prompt=first, num_token=second))
+        cluster = live_cluster(Mix(design=design, num_prompt=first, num_token=second), request.slo)
         return cluster, max(machine.offer.error for machine in design.machines)
     offer_of = offers_of(catalog)
     within_node = candidate.gpus <= catalog.gpus_per_node

@@ -147,9 +147,12 @@ def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: 
             f"This is one of {placement.copies} such clusters, each with its share of the requests: start as many, "
             "every pair in its nodes."
         )
-    kinds = dict.fromkeys((pool.role, pool.hardware) for pool in placement.candidate.pools)
-    if len({hardware for _, hardware in kinds}) > 1:
-        lines += [f"The {role} pool stands on {hardware}; place it with resources." for role, hardware in kinds]
+    pools = placement.candidate.pools
+    if len({pool.hardware for pool in pools}) > 1:
+        lines += [
+            f"The pool {label or pool.role} stands on {pool.hardware}; place it with resources."
+            for pool, label in zip(pools, _labels(pools), strict=True)
+        ]
     if plan.asked.get("classes") and data.get("router"):
         lines.append("Each request says what its class wants (slo_ttft_ms, slo_tpot_ms); the router has the loosest.")
     lines += [f"From {key}: {text}." for key, text in plan.sources.items()]

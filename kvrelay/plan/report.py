@@ -171,7 +171,7 @@ def _honesty(plan: Plan) -> Iterator[str]:
         for placement in plan.tried
         if placement.candidate != plan.chosen.candidate
         and placement.goodput.value
-        and words.is_close(placement, plan.chosen)
+        and words.is_close(placement.per_gpu, plan.chosen.per_gpu)
     ]
     if closest:
         yield (

@@ -129,14 +129,15 @@ def _hybrid_verdict(plan: Plan) -> str:
         if is_cheaper:
             return f"The best without a hybrid takes {of_pure} for it."
         return f"A hybrid of both takes {of_hybrid} for it."
-    unit = f"per {pure.candidate.unit}"
-    figures = f"{num(hybrid.per_gpu)} against {num(pure.per_gpu)} requests/s"
-    if is_close(hybrid, pure):
+    first, second, unit = hybrid.per_gpu, pure.per_gpu, f"per {pure.candidate.unit}"
+    if hybrid.candidate.design:  # of several kinds of GPUs, that are there or not
+        first, second, unit = hybrid.goodput.value, pure.goodput.value, "in all"
+    figures = f"{num(first)} against {num(second)} requests/s"
+    if is_close(first, second):
         return f"A hybrid of both comes out alike: {figures} {unit}."
-    if hybrid.per_gpu < pure.per_gpu:
+    if first < second:
         return f"A hybrid of both serves less: {figures} {unit}."
-    times = num(hybrid.per_gpu / pure.per_gpu)
-    return f"A hybrid, {hybrid.candidate.label}, serves {times} times as much {unit}: {figures}."
+    return f"A hybrid, {hybrid.candidate.label}, serves {num(first / second)} times as much {unit}: {figures}."
 
 
 def _pure_verdict(plan: Plan) -> str:
@@ -207,16 +208,17 @@ def best_of(tried: Sequence[Goodput], kind: Kind) -> Goodput | None:
     return next((each for each in tried if each.candidate.kind == kind and each.goodput.value > 0), None)
 
 
-def is_close(first: Goodput, second: Goodput) -> bool:
-    """Too near each other to be told apart: candidates are compared on the same requests, and an error of the latency
-    model moves all of them alike, so what their intervals share does not count."""
-    low, high = sorted((first.per_gpu, second.per_gpu))
+def is_close(first: float, second: float) -> bool:
+    """Goodputs too near each other to be told apart: candidates are compared on the same requests, and an error of the
+    latency model moves all of them alike, so what their intervals share does not count."""
+    low, high = sorted((first, second))
     return high <= low * (1 + ALIKE)
 
 
 def binding(plan: Plan) -> str:
     """What gives way first, and how far away that is."""
-    what = (POOL_WORDS if plan.is_disaggregated else COLOCATED_WORDS)[plan.binding]
+    are_apart = any(pool.role in ("prefill", "decode") for pool in plan.chosen.candidate.pools)
+    what = (POOL_WORDS if are_apart else COLOCATED_WORDS)[plan.binding]
     if plan.binding == "none":
         return headroom(plan)
     return f"When the rate rises, {what} gives way first. {headroom(plan)}"

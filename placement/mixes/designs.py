@@ -1,13 +1,14 @@
 """Design says which machines read prompts and which make tokens; Mix, how many of each. Values and their arithmetic.
 
 Names are Splitwise's: HA has H machines for prompts and A machines for tokens, HHcap token machines under a power cap;
-Baseline-H100 has one kind that does both.
+Baseline-H100 has one kind that does both. Baseline-H100+A100, which Splitwise has not, has two that each do both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Literal
 
 from placement.catalogs.base import PlanError
@@ -19,15 +20,22 @@ Resource = Literal["usd_per_hour", "power", "gpus"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """`token` None: a baseline whose machines do both. Designs of one name are equal: a search knows one."""
+    """`token` None: a baseline whose machines do both. `is_pooled`: those of both kinds do. Designs of one name are
+    equal: a search knows one."""
 
     name: str
     prompt: MachineType = field(compare=False)
     token: MachineType | None = field(compare=False)
+    is_pooled: bool = field(default=False, compare=False)
 
     @property
     def is_baseline(self) -> bool:
         return self.token is None
+
+    @property
+    def is_split(self) -> bool:
+        """Each machine does one phase."""
+        return not self.is_baseline and not self.is_pooled
 
     @property
     def machines(self) -> tuple[MachineType, MachineType]:
@@ -61,13 +69,14 @@ class Mix:
         return first * self.num_prompt + second * self.num_token
 
     def candidate(self, baseline: Literal["mixed", "colocated"] = "colocated") -> Candidate:
-        """`baseline`: the role of the machines of one that has no two kinds of pools."""
+        """`baseline`: the role of machines that do both."""
         first, second = self.design.machines
         pools: tuple[PoolPlan, ...]
         if self.design.is_baseline:
             pools = (_pool(baseline, first, self.num_prompt),)
         else:
-            pools = (_pool("prefill", first, self.num_prompt), _pool("decode", second, self.num_token))
+            roles: tuple[PoolRole, PoolRole] = (baseline, baseline) if self.design.is_pooled else ("prefill", "decode")
+            pools = (_pool(roles[0], first, self.num_prompt), _pool(roles[1], second, self.num_token))
         return Candidate(pools=pools, design=self.design.name)
 
     def __str__(self) -> str:
@@ -91,15 +100,22 @@ def _pool(role: PoolRole, machine: MachineType, count: int) -> PoolPlan:
     )
 
 
-def all_designs(machines: Sequence[MachineType], names: Sequence[str] | None = None) -> list[Design]:
+def all_designs(
+    machines: Sequence[MachineType], names: Sequence[str] | None = None, *, are_pooled: bool = False
+) -> list[Design]:
     """Baselines of every machine, and every pair of them; a capped machine makes tokens only, where a cap costs least.
-    `names`: these alone, in this order. Raises PlanError."""
+    `are_pooled`: pairs of which both do both, too. `names`: these alone, in this order. Raises PlanError."""
     check(machines)
     full = [machine for machine in machines if not machine.is_capped]
     designs = [Design(name=f"Baseline-{machine.title}", prompt=machine, token=None) for machine in full]
     designs += [
         Design(name=first.short + second.short, prompt=first, token=second) for first in full for second in machines
     ]
+    if are_pooled:
+        designs += [
+            Design(name=f"Baseline-{first.title}+{second.title}", prompt=first, token=second, is_pooled=True)
+            for first, second in combinations(full, 2)
+        ]
     if names is None:
         return designs
     by_name = {design.name: design for design in designs}

@@ -56,5 +56,6 @@ def scenario_of(question: PlanQuestion, workload: Workload, options: Provisionin
         seconds=options.seconds,
         min_requests=options.min_requests,
     )
-    targets = options.slowdowns or Targets(slo=question.slo)
-    return Scenario(load=load, targets=targets, rules=rules_named(options.rules))
+    if options.slowdowns is not None:
+        return Scenario(load=load, targets=options.slowdowns, rules=rules_named(options.rules))
+    return Scenario(load=load, targets=Targets(slo=question.slo), rules=rules_named(options.rules, question.slo))

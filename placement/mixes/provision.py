@@ -28,7 +28,7 @@ from placement.mixes.options import Provisioning, scenario_of
 from placement.mixes.report.advice import ByOtherRules, apart_words
 from placement.mixes.report.plan import plan_of
 from placement.mixes.report.rated import RatedMix, spoken
-from placement.mixes.rules import rules_to_compare
+from placement.mixes.rules import LIVE, rules_to_compare
 from placement.mixes.search import cheapest, fastest, headroom
 from placement.mixes.simulations import DesignSearch, Simulations
 from placement.mixes.slowdowns import unloaded
@@ -84,8 +84,10 @@ class Provisioner:
         self.scenario = simulations.scenario
         self.refused: dict[str, str] = {}
         self.resource = RESOURCES[question.objective]
-        designs = all_designs(machines, options.designs)
-        self.designs = [design for design in designs if question.colocated or not design.is_baseline]
+        designs = all_designs(
+            machines, options.designs, are_pooled=bool(options.gpus_of) and self.scenario.rules.name == LIVE.name
+        )
+        self.designs = [design for design in designs if question.colocated or design.is_split]
         if not self.designs:
             raise PlanError("designs are baselines alone, and colocated is off; give a design with two kinds of pools")
         self.machines = list({machine.name: machine for d in self.designs for machine in d.machines}.values())
@@ -254,7 +256,7 @@ class Provisioner:
     def _by_other_rules(self, chosen: RatedMix) -> ByOtherRules | None:
         """The chosen mix's highest rate on the first seed; None where it is not asked for or the other rules cannot
         use the machines."""
-        if not self.options.compare_rules or chosen.mix.design.is_baseline:
+        if not self.options.compare_rules or not chosen.mix.design.is_split:
             return None
         rules = rules_to_compare(self.scenario.rules)
         known = self.simulations

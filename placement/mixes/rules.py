@@ -13,12 +13,14 @@ from typing import Literal, Protocol
 from cluster.router.options import RouterOptions
 from decode_worker.options import DecodeOptions
 from mixed_worker.options import MixedOptions
+from placement.build.from_offers import targets_told
 from placement.build.worker import RolePolicy, sim_worker
 from placement.catalogs.base import PlanError
 from placement.latency.roofline import narrowed
 from placement.mixes.designs import Mix
 from placement.mixes.machines import MachineType
 from placement.papers import registry
+from placement.plan import Slo
 from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.systems import LiveSystem, System
 from placement.workload.requests import Workload
@@ -54,6 +56,9 @@ class MixRules(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LiveRules:
+    """`slo`: what the router knows of what requests want; None: nothing."""
+
+    slo: Slo | None = None
     name: str = "live"
     policies: str = "the live policies"
     simulator: str = "the live policies"
@@ -61,16 +66,16 @@ class LiveRules:
     baseline: Literal["mixed", "colocated"] = "mixed"
 
     def system(self, mix: Mix, workload: Workload) -> System:
-        return LiveSystem(live_cluster(mix))
+        return LiveSystem(live_cluster(mix, self.slo))
 
 
 LIVE = LiveRules()
 
 
-def rules_named(name: str) -> MixRules:
-    """Raises PlanError."""
+def rules_named(name: str, slo: Slo | None = None) -> MixRules:
+    """`slo`: as LiveRules'. Raises PlanError."""
     if name == LIVE.name:
-        return LIVE
+        return replace(LIVE, slo=slo)
     if name not in registry.RULES:
         raise PlanError(f"rules are {name!r}; give one of {', '.join((LIVE.name, *registry.RULES))}")
     rules: MixRules = registry.published(registry.RULES[name])()
@@ -82,19 +87,26 @@ def rules_to_compare(rules: MixRules) -> MixRules:
     return rules_named(next(iter(registry.RULES))) if rules.name == LIVE.name else LIVE
 
 
-def live_cluster(mix: Mix) -> SimCluster:
-    """As it would run."""
+def live_cluster(mix: Mix, slo: Slo | None = None) -> SimCluster:
+    """As it would run. `slo`: as LiveRules'."""
     first, second = mix.design.machines
     if mix.design.is_baseline:
         workers = _workers("mixed", first, mix.num_prompt)
+    elif mix.design.is_pooled:
+        workers = _workers("mixed", _over_link(first, second), mix.num_prompt, "first-")
+        workers += _workers("mixed", _over_link(second, first), mix.num_token, "second-")
     else:
-        over_link = replace(first.offer, latency=narrowed(first.latency, [second.latency]))
-        prompt = replace(first, offer=over_link)
-        workers = _workers("prefill", prompt, mix.num_prompt) + _workers("decode", second, mix.num_token)
-    return SimCluster(workers=workers, router=ROOMY, max_len=first.offer.max_len)
+        workers = _workers("prefill", _over_link(first, second), mix.num_prompt)
+        workers += _workers("decode", second, mix.num_token)
+    router = replace(ROOMY, **targets_told(mix.candidate(LIVE.baseline), slo))
+    return SimCluster(workers=workers, router=router, max_len=first.offer.max_len)
 
 
-def _workers(role: str, machine: MachineType, count: int) -> tuple[SimWorker, ...]:
+def _over_link(machine: MachineType, peer: MachineType) -> MachineType:
+    return replace(machine, offer=replace(machine.offer, latency=narrowed(machine.latency, [peer.latency])))
+
+
+def _workers(role: str, machine: MachineType, count: int, named: str = "") -> tuple[SimWorker, ...]:
     offer = machine.offer
     tokens, batch = offer.max_batch_tokens, offer.max_batch_size
     policies: dict[str, RolePolicy] = {
@@ -102,4 +114,4 @@ def _workers(role: str, machine: MachineType, count: int) -> tuple[SimWorker, ..
         "decode": DecodeOptions(max_batch_size=batch),
         "mixed": MixedOptions(max_batch_tokens=tokens, pack_tokens=None, max_batch_size=batch, chunk_tokens=tokens),
     }
-    return tuple(sim_worker(f"{role}-{i}", role, offer, policies[role]) for i in range(count))
+    return tuple(sim_worker(f"{named}{role}-{i}", role, offer, policies[role]) for i in range(count))

@@ -95,7 +95,8 @@ def _at_percentiles(values: Floats) -> dict[str, float]:
 
 
 def _busy(outcome: Outcome, mix: Mix) -> dict[str, float]:
-    counts = {"prefill": mix.num_prompt, "decode": mix.num_token, "mixed": mix.num_prompt, "colocated": mix.num_prompt}
+    both = mix.num_prompt + mix.num_token
+    counts = {"prefill": mix.num_prompt, "decode": mix.num_token, "mixed": both, "colocated": both}
     span_s = float(np.nanmax(outcome.finish_s, initial=0.0) - outcome.workload.arrival_s[0])
     if not span_s > 0:
         return {}

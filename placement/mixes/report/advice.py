@@ -36,7 +36,7 @@ def advice(
     """`rated`: the best first. `rate`: that was asked for; `miss`: the best one's first."""
     best = rated[0]
     sentences = [_on_baselines(rated, rate, resource)]
-    if miss and not best.mix.design.is_baseline:
+    if miss and best.mix.design.is_split:
         sentences.append(f"The {miss.binding} machines bind: {miss}.")
     if rate:
         sentences.append(_on_headroom(headroom, best.highest_rate))
@@ -46,18 +46,18 @@ def advice(
 
 
 def _on_baselines(rated: Sequence[RatedMix], rate: float | None, resource: Resource) -> str:
-    best, is_baseline = rated[0], rated[0].mix.design.is_baseline
-    other = next((mix for mix in rated[1:] if mix.mix.design.is_baseline != is_baseline), None)
+    best, is_split = rated[0], rated[0].mix.design.is_split
+    other = next((mix for mix in rated[1:] if mix.mix.design.is_split != is_split), None)
     if other is None:
         return ""
-    kind = "Do not disaggregate" if is_baseline else "Disaggregation pays"
+    kind = "Disaggregation pays" if is_split else "Do not disaggregate"
     if rate:
         share = best.mix.total(resource) / other.mix.total(resource) - 1
         if share > -0.005:
             return f"{best.mix} {SAID[resource]} as much as {other.mix} at the same rate."
         return f"{kind}: {best.mix} {SAID[resource]} {-share:.0%} less than {other.mix} at the same rate."
     ratio = best.mean_rate / max(1e-9, other.mean_rate)
-    if not is_baseline and abs(ratio - 1) < ALIKE:
+    if is_split and abs(ratio - 1) < ALIKE:
         kind = "Disaggregation makes no difference that is sure"
     serves = f"{kind}: {best.mix} serves {ratio:.2f} times what {other.mix} does within the same budget"
     usd, others_usd = (mix.mix.total("usd_per_hour") for mix in (best, other))
@@ -66,7 +66,7 @@ def _on_baselines(rated: Sequence[RatedMix], rate: float | None, resource: Resou
 
 
 def apart_words(rated: Sequence[RatedMix], kinds: Collection[str]) -> str:
-    """What a cluster of each kind would serve, where there are so many of each; `rated`: the best first."""
+    """What a cluster of each kind would serve, where that is more; `rated`: the best first."""
     best: dict[str, RatedMix] = {}
     for each in rated:
         own = {machine.kind for machine in each.mix.design.machines}
@@ -76,8 +76,9 @@ def apart_words(rated: Sequence[RatedMix], kinds: Collection[str]) -> str:
         return ""
     together = sum(best[kind].mean_rate for kind in kinds)
     parts = " and ".join(f"{best[kind].mix} {best[kind].mean_rate:.4g}" for kind in kinds)
-    more = "More is had of a cluster" if together > rated[0].mean_rate * (1 + ALIKE) else "A cluster"
-    return f"{more} for each kind of its own: {parts}, {together:.4g} requests/s in all."
+    if together < rated[0].mean_rate * (1 + ALIKE):
+        return ""
+    return f"More is had of a cluster for each kind of its own: {parts}, {together:.4g} requests/s in all."
 
 
 def _on_headroom(headroom: float, highest: Interval) -> str:
@@ -87,7 +88,7 @@ def _on_headroom(headroom: float, highest: Interval) -> str:
 
 
 def _on_rules(best: RatedMix, rules: MixRules, other: ByOtherRules | None) -> str:
-    if best.mix.design.is_baseline:
+    if not best.mix.design.is_split:
         return ""
     own = best.mean_rate
     if rules.is_lending:

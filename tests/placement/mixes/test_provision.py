@@ -19,8 +19,9 @@ from placement.mixes.load import drawn_load, on_prefixes
 from placement.mixes.machines import MachineType
 from placement.mixes.options import Provisioning
 from placement.mixes.provision import Provisioner, provision
+from placement.mixes.report.advice import apart_words
 from placement.mixes.report.rated import RatedMix
-from placement.mixes.rules import rules_named
+from placement.mixes.rules import live_cluster, rules_named
 from placement.mixes.scenario import LoadPoint, MixTargets, Scenario, simulate_point
 from placement.mixes.search import cheapest, fastest, headroom
 from placement.mixes.simulations import Simulations
@@ -222,19 +223,52 @@ def test_the_objective_and_the_budgets_decide() -> None:
 
 def test_there_are_no_more_gpus_of_a_kind_than_there_are() -> None:
     there_are = {"b": 3, "c": 1}
-    found = plan(PlanQuestion(slo=SLO, num_gpus=4, processes=0), replace(QUICK, gpus_of=there_are))
-    best: dict[str, float] = {}
+    options = replace(QUICK, rules="live", gpus_of=there_are)
+    found = plan(PlanQuestion(slo=SLO, num_gpus=4, processes=0), options)
     for one in found.tried:
         taken = Counter[str]()
         for pool in one.candidate.pools:
             taken[str(pool.hardware)] += pool.gpus
         assert all(taken[kind] <= most for kind, most in there_are.items())
-        best.setdefault("".join(taken) if len(taken) == 1 else "both", one.goodput.value)
     assert found.refused["CC"] == "there are 1 of c, and a machine for each pool takes 2"
-    apart = f"BB (2,1) {best['b']:.4g} and Baseline-C (1) {best['c']:.4g}, {best['b'] + best['c']:.4g} requests/s"
-    assert found.advice[1] == f"A cluster for each kind of its own: {apart} in all."
+    both = next(one.candidate for one in found.tried if one.candidate.design == "Baseline-B+C")
+    assert [(pool.role, pool.hardware, pool.replicas) for pool in both.pools] == [("mixed", "b", 3), ("mixed", "c", 1)]
     with pytest.raises(PlanError, match="Baseline-B: there are 0 of b, and a machine for each pool takes 1"):
         plan(PlanQuestion(slo=SLO, num_gpus=4, processes=0), replace(QUICK, gpus_of={"b": 0, "c": 0}))
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [
+        (
+            9.0,
+            "More is had of a cluster for each kind of its own: BB (2,1) 6 and Baseline-C (2) 4, 10 requests/s in all.",
+        ),
+        (10.0, ""),
+    ],
+)
+def test_a_cluster_for_each_kind_is_told_of_where_it_serves_more(rate: float, said: str) -> None:
+    rated = [
+        RatedMix(mix=Mix(design=design, num_prompt=2, num_token=num_token), step=0.1, rate=rate, rates=(rate,))
+        for design, num_token, rate in zip(
+            all_designs(shop(), ["BC", "BB", "Baseline-B", "Baseline-C"]),
+            (1, 1, 0, 0),
+            (rate, 6.0, 5.0, 4.0),
+            strict=True,
+        )
+    ]
+    assert apart_words(rated, {"b": 3, "c": 2}) == said
+
+
+def test_a_router_of_machines_that_do_both_knows_the_targets() -> None:
+    """As the one that is started: by them it gives the slower ones what they can do in time."""
+    designs = all_designs(shop(), are_pooled=True)
+    told = {
+        design.name: live_cluster(Mix(design=design, num_prompt=1, num_token=1), SLO).router.slo_tpot_ms
+        for design in designs
+    }
+    assert told["Baseline-B+C"] == told["Baseline-B"] == 30.0
+    assert told["BC"] == 0.0
 
 
 def test_a_rate_that_is_hardly_higher_buys_nothing_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
