@@ -122,9 +122,10 @@ class WorkerActor(MemberActor):
             from kv_transfer.transports.gpu import nccl_settings
             from worker.driver import make_worker
 
-            if engine["device"] == "cuda" and engine["tensor_parallel"] > 1:
+            wanted = EngineOptions(**engine)
+            if wanted.device == "cuda" and wanted.num_processes > 1:
                 nccl_settings.prepare(options.transfer.nccl, host)  # NCCL reads them for its first group: the ranks'
-            loaded = Engine.load(EngineOptions(**engine), progress=progress)
+            loaded = Engine.load(wanted, progress=progress)
             pin_process(cpus)
             secret = greeting.secrets.cluster
             newest = with_role(options, options.role, greeting.knobs) if greeting.knobs else options
