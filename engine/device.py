@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from engine.build_cache import NoCacheFolder, cache_folder
+from engine.cuda_version import why_too_old
 from engine.errors import raise_if_broken
 from engine.options import check_device_name
 
@@ -61,7 +62,7 @@ def _why_no_cuda() -> str:
             f"torch {torch.__version__} was built without CUDA; install kvrelay[gpu] (CUDA 13) or kvrelay[gpu-cu12], "
             "or give device: cpu"
         )
-    return (
+    return why_too_old(torch.version.cuda) or (
         f"torch {torch.__version__} (CUDA {torch.version.cuda}) finds no GPU; check nvidia-smi and "
         "CUDA_VISIBLE_DEVICES, or give device: cpu"
     )

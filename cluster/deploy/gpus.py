@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from engine.cuda_version import why_too_old
+
 MISSING_EXTRA = "install kvrelay[gpu] (CUDA 13) or kvrelay[gpu-cu12] (CUDA 12.8)"
 
 
@@ -26,7 +28,7 @@ def why_no_cuda(gpus: int, torch_cuda: str | None) -> str:
         return "this machine has no GPU that its driver or CUDA_VISIBLE_DEVICES shows; see nvidia-smi"
     if torch_cuda is None:
         return f"the torch that is installed was built without CUDA; {MISSING_EXTRA}"
-    return ""
+    return why_too_old(torch_cuda)
 
 
 def torch_cuda_version() -> str | None:

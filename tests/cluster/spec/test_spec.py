@@ -497,13 +497,15 @@ def test_gpus_that_cuda_does_not_show_do_not_count(
     assert gpus.count_gpus() == count
 
 
-def test_why_no_gpu_can_be_used() -> None:
+def test_why_no_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.why_no_cuda(2, "13.0") == ""
     assert gpus.why_no_cuda(0, "13.0").startswith("this machine has no GPU")
     assert gpus.why_no_cuda(1, None) == (
         "the torch that is installed was built without CUDA; "
         "install kvrelay[gpu] (CUDA 13) or kvrelay[gpu-cu12] (CUDA 12.8)"
     )
+    monkeypatch.setattr(gpus, "why_too_old", lambda torch_cuda: f"too old for {torch_cuda}")
+    assert gpus.why_no_cuda(1, "13.0") == "too old for 13.0"
 
 
 @pytest.mark.parametrize(
