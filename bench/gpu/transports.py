@@ -17,11 +17,13 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -29,6 +31,7 @@ from rich.table import Table
 
 from bench.gpu import common as gpu_common
 from bench.gpu.common import WrongResult, said
+from engine.errors import in_short
 from engine.pages.layout import KvLayout, LayerKv
 from engine.pages.memory import KvMemory
 from kv_transfer.base import Segment, SendEnd, TransferError, Wire
@@ -36,6 +39,8 @@ from kv_transfer.checksum import Checksummer, device_checksummer
 from kv_transfer.plan import GPU_SEGMENT_BYTES, cut_segments, layer_groups
 from kv_transfer.transports.gpu import nccl_settings
 from kv_transfer.transports.registry import load_transport
+
+T = TypeVar("T")
 
 PAGE_SIZE = 16
 PROMPTS = (128, 512, 2048, 8192)
@@ -101,9 +106,9 @@ def _receiver(pipe: Connection, name: str, layout: KvLayout, device: str, enviro
                 pipe.send("done")
             else:
                 pipe.send(digest(memory, value))
-    except (TransferError, EOFError, OSError) as error:
+    except Exception as error:  # whatever this machine's CUDA says
         with contextlib.suppress(OSError):
-            pipe.send(error if isinstance(error, TransferError) else TransferError(str(error)))
+            pipe.send(error if isinstance(error, TransferError) else TransferError(in_short(error)))
 
 
 class Other:
@@ -330,6 +335,19 @@ def check_lost_peer(name: str, devices: tuple[str, str], rehearse: bool) -> dict
 # --- all of it ---
 
 
+def tried(wrong: list[str], run: Callable[[], T]) -> T | None:
+    """What it gives; None where it fails, and `wrong` has why: what comes after it tells something, too."""
+    try:
+        return run()
+    except (WrongResult, TransferError) as error:
+        wrong.append(str(error))
+    except Exception as error:
+        traceback.print_exc()
+        wrong.append(in_short(error))
+    print(f"WRONG: {wrong[-1]}", flush=True)
+    return None
+
+
 def bench(rehearse: bool) -> dict[str, Any]:
     if rehearse:
         torch.set_num_threads(1)
@@ -339,22 +357,27 @@ def bench(rehearse: bool) -> dict[str, Any]:
     pairs = [(device, device)]
     if not rehearse and torch.cuda.device_count() > 1:
         pairs.append(("cuda:0", "cuda:1"))
+    wrong: list[str] = []
     rows = [
         row | {"devices": f"{devices[0]} -> {devices[1]}"}
         for devices in pairs
-        for row in measure(one_sided, prompts, devices, rehearse, rounds)
+        for row in tried(wrong, partial(measure, one_sided, prompts, devices, rehearse, rounds)) or ()
     ]
-    lost = [check_lost_peer(one_sided, devices, rehearse) for devices in pairs]
+    losses = [(one_sided, devices) for devices in pairs]
     if rehearse or len(pairs) > 1:  # NCCL wants two GPUs, but for a test of its bytes
-        lost.append(check_lost_peer("process_group", pairs[-1], rehearse))
+        losses.append(("process_group", pairs[-1]))
+    lost = [tried(wrong, partial(check_lost_peer, name, devices, rehearse)) for name, devices in losses]
+    nccl = tried(wrong, partial(check_nccl, rehearse))
     version = nccl_settings.loaded_version()
     return {
         "nccl_version": ".".join(map(str, version)) if version else None,
         "bytes": rows,
-        "nccl": check_nccl(rehearse),
-        "lost_peer": lost,
+        "nccl": nccl or {"way": "", "refused": []},
+        "lost_peer": [row for row in lost if row is not None],
+        "wrong": wrong,
         "wanted_share": WANTED_SHARE,
-        "reaches_wanted_share": all(
+        "reaches_wanted_share": not wrong
+        and all(
             row["share_of_plain_copy"] >= WANTED_SHARE
             for row in rows
             if row["prompt_tokens"] >= 2048 and row["devices"] == f"{device} -> {device}"
@@ -383,12 +406,11 @@ def main() -> None:
     arguments = gpu_common.parser(__doc__).parse_args()
     gpu_common.check_device(arguments.rehearse)
     out: Path | None = arguments.out
-    try:
-        result = bench(arguments.rehearse)
-    except (WrongResult, TransferError) as error:
-        sys.exit(f"WRONG: {error}")
+    result = bench(arguments.rehearse)
     show(result)
     print(gpu_common.save("transports", gpu_common.about(arguments.rehearse) | result, arguments.rehearse, out))
+    if result["wrong"]:
+        sys.exit("\n".join(f"WRONG: {why}" for why in result["wrong"]))
 
 
 if __name__ == "__main__":

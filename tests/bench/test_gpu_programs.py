@@ -136,6 +136,29 @@ def test_the_segments_of_a_prompt_cover_it_once() -> None:
     assert len(segments) <= 8, "an 8B model's 2k prompt leaves in few large messages"
 
 
+def test_a_transport_that_fails_keeps_no_other_from_being_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(*args: object) -> None:
+        raise RuntimeError("CUDA error: peer access is not supported\nadvice")
+
+    def check_lost_peer(name: str, *args: object) -> dict[str, str]:
+        if name == "shared_memory":
+            raise WrongResult("a killed receiver was noticed late")
+        return {"transport": name}
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(gpu_transports, "measure", measure)
+    monkeypatch.setattr(gpu_transports, "check_lost_peer", check_lost_peer)
+    monkeypatch.setattr(gpu_transports, "check_nccl", lambda rehearse: {"way": "gloo", "refused": []})
+    found = gpu_transports.bench(rehearse=True)
+    assert found["wrong"] == [
+        "RuntimeError: CUDA error: peer access is not supported",
+        "a killed receiver was noticed late",
+    ]
+    assert (found["bytes"], found["lost_peer"]) == ([], [{"transport": "process_group"}])
+    assert found["nccl"]["way"] == "gloo"
+    assert not found["reaches_wanted_share"]
+
+
 def test_asks_are_mixed_and_the_same_each_time() -> None:
     wanted = gpu_cluster.asks(200, 4000, 3000, rehearse=False)
     assert wanted == gpu_cluster.asks(200, 4000, 3000, rehearse=False)
