@@ -29,7 +29,7 @@ def facts(rehearse: bool) -> dict[str, Any]:
         "gpus": [],
         "runs_without_ray": _version("ray") is None,
     }
-    if not rehearse:
+    if not rehearse and torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties: Any = torch.cuda.get_device_properties(index)
             free, total = torch.cuda.mem_get_info(index)
@@ -71,17 +71,17 @@ def _last_line(command: list[str]) -> str | None:
 
 def main() -> None:
     arguments = gpu_common.parser(__doc__).parse_args()
+    found = facts(arguments.rehearse)
+    for key, value in found.items():
+        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{key}: {shown}")
+    print("NCCL settings: " + (", ".join(k for k in os.environ if k.startswith("NCCL_")) or "none"))
     reason = gpus.why_no_cuda(gpus.count_gpus() or torch.cuda.device_count(), torch.version.cuda)
     if not arguments.rehearse and (reason or not torch.cuda.is_available()):
         sys.exit(f"WRONG: {reason or 'torch finds no GPU; see nvidia-smi'}")
     missing = "" if arguments.rehearse else device.why_no_flashinfer(torch.device("cuda", 0))
     if missing:  # the tests of its kernels would be skipped, and nothing else would say so
         sys.exit(f"WRONG: {missing}")
-    found = facts(arguments.rehearse)
-    for key, value in found.items():
-        shown = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{key}: {shown}")
-    print("NCCL settings: " + (", ".join(k for k in os.environ if k.startswith("NCCL_")) or "none"))
     gpu_common.save("env", gpu_common.about(arguments.rehearse) | found, arguments.rehearse, arguments.out)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from bench.colocated import Arrival, Colocated
 from bench.gpu import cluster as gpu_cluster
+from bench.gpu import env as gpu_env
 from bench.gpu import transports as gpu_transports
 from bench.gpu import weights as gpu_weights
 from bench.gpu.cluster import Ask
@@ -134,6 +135,16 @@ def test_the_segments_of_a_prompt_cover_it_once() -> None:
         (layer, src, dst) for layer in range(layout.num_layers) for src, dst in zip(pages, pages[::-1], strict=True)
     )
     assert len(segments) <= 8, "an 8B model's 2k prompt leaves in few large messages"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_where_no_gpu_can_be_used_the_versions_are_told_before_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["env"])
+    with pytest.raises(SystemExit, match=r"^WRONG: "):
+        gpu_env.main()
+    assert f"torch {torch.__version__}" in capsys.readouterr().out
 
 
 def test_a_transport_that_fails_keeps_no_other_from_being_tried(monkeypatch: pytest.MonkeyPatch) -> None:
