@@ -88,6 +88,8 @@ class Deployment:
                 log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
             try:
                 needs = needs_of(self.spec)
+                if needs.get("GPU"):  # all, or there were none for a worker more, nor for shares that fill none
+                    needs["GPU"] = machine.gpus
                 self._local.start(namespace_of(self.spec.name), needs, self._preload())
             except Exception as error:  # Ray raises plain Exception, too
                 raise DeployError(f"Ray cannot be started: {' '.join(str(error).split())}") from error

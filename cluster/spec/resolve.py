@@ -5,7 +5,6 @@ It looks at no machine: what there is comes as an argument, so that a test or a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,10 +103,10 @@ def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[Poo
     left = max(1, num_alone if machine is None else machine.gpus - of_many)
     each = 1.0 / max(1, -(-num_alone // left))
     shares = [pool.num_gpus or (each if pool.processes == 1 else pool.processes) for pool in pools]
-    wanted = sum(share * pool.replicas for share, pool in zip(shares, pools, strict=True))
-    if machine is not None and math.ceil(wanted - 1e-6) > machine.gpus:
+    wanted = _gpus_for([share for share, pool in zip(shares, pools, strict=True) for _ in range(pool.replicas)])
+    if machine is not None and wanted > machine.gpus:
         raise SpecError(
-            f"the pools' num_gpus are {wanted:g} GPUs in all, and this machine has {machine.gpus}; lower num_gpus, "
+            f"the pools' num_gpus take {wanted:g} GPUs in all, and this machine has {machine.gpus}; lower num_gpus, "
             "such as 0.5 for two workers on one GPU"
         )
     return tuple(
@@ -122,6 +121,18 @@ def _share_gpus(pools: Sequence[PoolSpec], machine: Machine | None) -> tuple[Poo
         )
         for share, pool in zip(shares, pools, strict=True)
     )
+
+
+def _gpus_for(shares: Sequence[float]) -> float:
+    """How many GPUs workers of such shares take, the largest placed first: each share is of one GPU."""
+    left: list[float] = []
+    for share in sorted((share for share in shares if share < 1), reverse=True):
+        at = next((i for i, room in enumerate(left) if room > share - 1e-6), None)
+        if at is None:
+            left.append(1.0 - share)
+        else:
+            left[at] -= share
+    return len(left) + sum(share for share in shares if share >= 1)
 
 
 def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:

@@ -15,6 +15,8 @@ from cluster.deploy import deployment as deployments
 from cluster.deploy.deployment import Deployment
 from cluster.deploy.ray import DeployError
 from cluster.deploy.roster import Version
+from cluster.spec.load import parse_spec
+from cluster.spec.resolve import Machine
 from worker.wire.secrets import Secrets
 
 pytestmark = pytest.mark.unit
@@ -142,3 +144,28 @@ def test_a_controller_that_cannot_be_started_is_quoted() -> None:
     with pytest.raises(DeployError) as told:
         deployment(LocalRay(), Controller(why)).next_snapshot()
     assert str(told.value) == "the controller cannot be started: ModuleNotFoundError: No module named 'cluster'"
+
+
+@pytest.mark.parametrize(("shares", "gpus"), [((0.0, 0.0), 0), ((1.0, 1.0), 8), ((0.6, 0.6), 8)])
+def test_ray_is_told_of_all_the_machines_gpus(
+    shares: tuple[float, float], gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many as the shares add up to, some would fit on none, and a worker that is added would wait for ever."""
+    told: list[float] = []
+
+    class NoRay(LocalRay):
+        def start(self, namespace: str, needs: dict[str, float], preload: object) -> None:
+            told.append(needs.get("GPU", 0))
+            raise RuntimeError("enough")
+
+    machine = Machine(cores=tuple(range(8)), memory_bytes=64 << 30, gpus=8, why_no_cuda="")
+    monkeypatch.setattr(deployments, "this_machine", lambda: machine)
+    pools = [
+        {"role": role, "num_gpus": share, "device": "cuda" if share else "cpu"}
+        for role, share in zip(("prefill", "decode"), shares, strict=True)
+    ]
+    made = deployment(NoRay(), Controller())
+    made._written = parse_spec({"model": "./m", "pools": pools})
+    with pytest.raises(DeployError, match="enough"):
+        made.start()
+    assert told == [gpus]

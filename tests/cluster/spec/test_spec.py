@@ -402,7 +402,7 @@ def test_more_gpus_than_there_are_is_refused() -> None:
     with pytest.raises(SpecError) as caught:
         resolve(spec, GPUS)
     assert str(caught.value) == (
-        "the pools' num_gpus are 2 GPUs in all, and this machine has 1; lower num_gpus, "
+        "the pools' num_gpus take 2 GPUs in all, and this machine has 1; lower num_gpus, "
         "such as 0.5 for two workers on one GPU"
     )
 
@@ -495,6 +495,28 @@ def test_gpus_that_cuda_does_not_show_do_not_count(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpus.count_gpus() == count
+
+
+@pytest.mark.parametrize(
+    ("shares", "machine_gpus", "taken"),
+    [
+        ((0.6, 0.6, 0.6), 2, 3),  # 1.8 in sum, but no two of them are on one
+        ((0.5, 0.5, 0.5), 1, 2),
+        ((0.7, 0.3, 0.3, 0.7), 2, None),
+        ((1 / 9,) * 9, 1, None),  # in floats a little more than one
+        ((0.4, 0.2, 0.3, 0.1), 1, None),
+    ],
+)
+def test_each_share_is_of_one_gpu(shares: tuple[float, ...], machine_gpus: int, taken: int | None) -> None:
+    pools = [
+        {"role": "decode" if i else "prefill", "name": f"pool{i}", "num_gpus": share} for i, share in enumerate(shares)
+    ]
+    spec = parse_spec(spec_data(pools=pools))
+    if taken is None:
+        assert sum(plan.num_gpus for plan in workers_of(resolve(spec, with_gpus(machine_gpus)))) > 0
+        return
+    with pytest.raises(SpecError, match=rf"num_gpus take {taken} GPUs in all, and this machine has {machine_gpus};"):
+        resolve(spec, with_gpus(machine_gpus))
 
 
 def test_why_no_gpu_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
