@@ -200,11 +200,19 @@ class _Look:
     def is_enough(self, effort: Effort) -> bool:
         if effort.decides and (self.slack.high < 0 or (self.is_growing and self.slack.value < 0)):
             return True
-        if self.is_growing or self._is_short(effort) or self.correlation > TRUSTED_CORRELATION:
+        if self.is_growing:  # none will be in time, and hardly any are
+            return self.attainment.high <= 2 * effort.half_width and self._is_filled()
+        if self._is_short(effort) or self.correlation > TRUSTED_CORRELATION:
             return False
         if effort.decides and self.slack.low > 0:
             return True
         return self.attainment.high - self.attainment.low <= 2 * effort.half_width
+
+    def _is_filled(self) -> bool:
+        """Whether the cluster has had the time to fill up, whatever waits."""
+        phases = self.outcome.phases
+        served_s = sum(_mean(phases[name]) for name in ("prefill", "decode")) if phases else self.e2e_s
+        return self.outcome.workload.duration_s >= FILLED * served_s
 
     def _is_short(self, effort: Effort) -> bool:
         counted = self.window.stop - self.window.start

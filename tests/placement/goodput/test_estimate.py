@@ -144,6 +144,14 @@ def test_a_rate_beyond_capacity_grows_without_end_and_is_not_settled() -> None:
     assert found.point.attainment.low == 0.0
 
 
+def test_where_hardly_any_is_in_time_nothing_is_simulated_for_longer() -> None:
+    found = of_prefill(40.0)
+    assert found.is_growing
+    assert found.num_simulated == Effort().first_requests
+    assert found.point.attainment.high <= 0.02
+    assert not found.point.is_settled
+
+
 def test_deciding_costs_less_than_a_narrow_interval() -> None:
     narrow = of_prefill(3.0, effort=Effort(first_requests=500, max_requests=8000, half_width=0.005))
     decided = of_prefill(3.0, effort=Effort(first_requests=500, max_requests=8000, half_width=0.005, decides=True))
