@@ -12,6 +12,7 @@ import math
 import socket
 import ssl
 import time
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ HEADERS_TOO_LARGE = (
 class _Connection(HttpToolsProtocol):
     """Aborted where its client takes nothing for `max_stall_s`, or sends no headers in HEADERS_S. One that sends too
     many is told so, and heard out for so long: what is unread when a connection is closed resets it, answer and all.
+    So is one that is answered while its body still comes, where the connection ends with the answer.
 
     One that sends a request before the last one is answered gets that answer, and then the connection's end (RFC 9112
     9.3.2: it asks again for the others): uvicorn would stop reading, and nobody would see that the client leaves. An
@@ -123,8 +125,8 @@ class _Connection(HttpToolsProtocol):
         if not self._is_offered_upgrade:
             self._heard()
             super().on_headers_complete()
-            if self.parser.get_http_version() == "1.0":
-                self.cycle.send = partial(_send_unchunked, self.cycle)  # type: ignore[method-assign]
+            send = _send_unchunked if self.parser.get_http_version() == "1.0" else RequestResponseCycle.send
+            self.cycle.send = partial(self._send, send, self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._awaited_bytes = 0
@@ -138,6 +140,22 @@ class _Connection(HttpToolsProtocol):
         self._heard()  # uvicorn's own timer runs now
         super().on_response_complete()
         self._look_again()  # that timer's close, too, waits until all is taken
+
+    async def _send(self, send: Callable[..., Awaitable[None]], cycle: RequestResponseCycle, message: Any) -> None:
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        is_early = is_last and cycle.more_body and not cycle.keep_alive
+        if is_early:
+            cycle.keep_alive = True  # or uvicorn closes
+        await send(cycle, message)
+        if is_early:
+            self._hear_out()
+
+    def _hear_out(self) -> None:
+        self._is_heard_out = True
+        self._unset_keepalive_if_required()
+        self._await_headers()
+        if self.transport.can_write_eof():  # not in TLS
+            self.transport.write_eof()
 
     def pause_writing(self) -> None:
         super().pause_writing()

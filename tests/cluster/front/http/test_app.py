@@ -788,6 +788,28 @@ async def test_headers_that_are_too_large_are_answered_and_heard_out_for_a_while
         writer.close()
 
 
+async def test_a_body_that_is_refused_before_it_has_come_is_heard_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of clients that would close the connection behind the answer, as nginx and urllib do: they send on, then read."""
+    body = b"x" * 8_000_000
+    head = b"POST /v1/completions HTTP/%b\r\nHost: h\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    async with http(token="secret-token-of-somebody") as h, asyncio.timeout(60):
+        for version in (b"1.0", b"1.1"):
+            reader, writer = await raw(h, head % (version, len(body)) + body)
+            answer = await reader.read()
+            assert answer.startswith(b"HTTP/1.1 401 ")
+            assert answer.endswith(b"}}"), "whole, and then the end"
+            writer.close()
+        monkeypatch.setattr(listening, "HEADERS_S", 0.5)
+        reader, writer = await raw(h, head % (b"1.1", len(body)) + b"x")
+        with suppress(ConnectionError):
+            await reader.read()
+        with suppress(ConnectionError):
+            while True:  # until it is left
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+
 async def test_a_client_that_reads_nothing_is_left() -> None:
     async with http(max_stall_s=0.3, worker={"max_model_len": 1 << 16, "num_pages": 1 << 12}) as h:
         asked = {"prompt": PROMPT, "max_tokens": 60_000, "stream": True, "n": 8, "logprobs": 5, "ignore_eos": True}
