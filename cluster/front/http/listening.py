@@ -52,8 +52,9 @@ class _Connection(HttpToolsProtocol):
     for the other protocol's. To a client of HTTP/1.0 nothing is sent in chunks (RFC 9112 6.1): an answer whose length
     is not told ends with the connection."""
 
-    def __init__(self, *args: Any, max_stall_s: float, **uvicorns: Any) -> None:
+    def __init__(self, *args: Any, max_connections: int, max_stall_s: float, **uvicorns: Any) -> None:
         super().__init__(*args, **uvicorns)
+        self._max_connections = max_connections
         self._max_stall_s = max_stall_s
         self._headers_timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
         self._stall_timer: asyncio.TimerHandle | None = None  # runs while it does not take what is written
@@ -65,6 +66,8 @@ class _Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._await_headers()
+        if len(self.connections) > self._max_connections:  # uvicorn's own limit refuses those who were here before, too
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._heard()
@@ -247,7 +250,7 @@ class _Door(socket.socket):
 class HttpListener:
     def __init__(self, app: ASGIApp, *, max_connections: int, max_stall_s: float, tls: TlsFiles | None) -> None:
         """Raises TlsError."""
-        connection: Any = partial(_Connection, max_stall_s=max_stall_s)
+        connection: Any = partial(_Connection, max_connections=max_connections, max_stall_s=max_stall_s)
         config = Config(
             app,
             http=connection,
@@ -257,7 +260,6 @@ class HttpListener:
             access_log=False,
             server_header=False,
             date_header=False,
-            limit_concurrency=max_connections,
             timeout_keep_alive=round(KEEP_ALIVE_S),
             timeout_graceful_shutdown=round(STOP_S),
             reset_contextvars=True,

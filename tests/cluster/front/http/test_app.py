@@ -751,6 +751,28 @@ async def test_a_client_that_asks_twice_at_once_and_leaves_cancels_the_first() -
         await h.harness.until(lambda: not h.harness.decode().running and h.harness.router.num_submissions == 0)
 
 
+async def test_connections_beyond_the_most_are_closed_and_the_others_served() -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n"
+    async with http(max_connections=2) as h, asyncio.timeout(10):
+        first = await raw(h, health)
+        second = await raw(h, health)
+        third = await raw(h, b"")
+        assert await third[0].read() == b""
+        for reader, writer in (first, second):
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            writer.write(health)
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        first[1].close()
+        answer = b""
+        while not answer.startswith(b"HTTP/1.1 200"):  # as soon as it is seen to have left
+            reader, writer = await raw(h, health)
+            with suppress(ConnectionError):
+                answer = await reader.read(100)
+            writer.close()
+        for _, writer in (second, third):
+            writer.close()
+
+
 async def test_a_client_that_says_no_more_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "HEADERS_S", 0.2)
     async with http() as h, asyncio.timeout(10):
