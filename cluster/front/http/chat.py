@@ -117,7 +117,7 @@ class ChatTemplate:
         texts = _texts(number, message.content)
         read["content"] = [_part(text) for text in texts] if self._takes_parts(read["role"]) else "\n".join(texts)
         if message.tool_calls:
-            read["tool_calls"] = [_called(call) for call in message.tool_calls]
+            read["tool_calls"] = [_called(number, call) for call in message.tool_calls]
         return read
 
     def _takes_parts(self, role: str) -> bool:
@@ -164,17 +164,19 @@ def _texts(number: int, content: str | list[dict[str, Any]] | None) -> list[str]
 
 def _text(number: int, part: Mapping[str, Any]) -> str:
     kind = str(part.get("type", "text"))
-    text = part.get(TEXTS.get(kind, ""))
-    if not isinstance(text, str):
+    if kind not in TEXTS:
         raise InvalidRequest(f"messages.{number}.content has a part of type {kind[:80]}; this model reads text alone")
+    text = part.get(TEXTS[kind])
+    if not isinstance(text, str):
+        raise InvalidRequest(f"messages.{number}.content has a part of type {kind} without a text as its {TEXTS[kind]}")
     return text
 
 
-def _called(call: Mapping[str, Any]) -> dict[str, Any]:
+def _called(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), str):
         return dict(call)
     try:
         return {**call, "function": {**function, "arguments": json.loads(arguments or "{}")}}
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"tool_calls has arguments that are no JSON: {error}") from None
+        raise InvalidRequest(f"messages.{number}.tool_calls has arguments that are no JSON: {error}") from None

@@ -117,7 +117,8 @@ def _is_of_the_body(part: str | int) -> bool:
 def _no_json(problem: Any) -> str:
     """A sentence where the body could not be read, or was not read as JSON; else nothing."""
     if problem["type"] == "json_invalid":
-        return f"the body is no JSON: {problem['ctx']['error'].lower()} at character {problem['loc'][-1]}"
+        why = problem["ctx"]["error"].lower().removesuffix(" at")  # some of json's words end so
+        return f"the body is no JSON: {why} at character {problem['loc'][-1]}"
     if problem["loc"] == ("body",) and isinstance(problem.get("input"), bytes):
         return "the body was not read as JSON: send the header Content-Type: application/json"
     return ""

@@ -64,6 +64,7 @@ async def _document() -> dict[str, dict[str, dict[str, object]]]:
     ("body", "headers", "said"),
     [
         (BODY[:-1], JSON, "the body is no JSON: expecting ',' delimiter at character 32"),
+        (b'{"prompt": "a\nb"}', JSON, "the body is no JSON: invalid control character at character 13"),
         (
             BODY,
             {"Content-Type": "application/x-www-form-urlencoded"},
@@ -75,7 +76,7 @@ async def _document() -> dict[str, dict[str, dict[str, object]]]:
             "Content-Encoding is 'gzip'; send the body as it is, without one",
         ),
     ],
-    ids=["cut", "a form", "packed"],
+    ids=["cut", "a line break", "a form", "packed"],
 )
 async def test_a_body_that_cannot_be_read_is_told_why(body: bytes, headers: dict[str, str], said: str) -> None:
     async with http(codec=words()) as h:

@@ -59,9 +59,26 @@ def test_parts_of_a_message_are_read_as_one_text() -> None:
     ]
     assert prompt("{{ messages[0].content }}", {"role": "assistant", "content": parts}) == "a\nb\nc\nd"
     wrong: Any
-    for wrong in ({"type": "image_url", "image_url": {}}, {"type": "refusal", "text": "b"}, {"type": ["text"]}):
+    for wrong in ({"type": "image_url", "image_url": {}}, {"type": ["text"]}):
         with pytest.raises(InvalidRequest, match=r"messages\.0\.content has a part of type .*; this model reads text"):
             prompt("x", {"role": "user", "content": [wrong]})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"content": [{"type": "text", "text": None}]}, "content has a part of type text without a text as its text"),
+        (
+            {"content": [{"type": "refusal", "text": "b"}]},
+            "content has a part of type refusal without a text as its re",
+        ),
+        ({"tool_calls": [{"function": {"arguments": '{"a":'}}]}, "tool_calls has arguments that are no JSON: "),
+    ],
+    ids=["text", "refusal", "arguments"],
+)
+def test_a_message_that_cannot_be_read_is_named(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"messages\.1\.{said}"):
+        prompt("x", USER, {"role": "assistant", **wrong})
 
 
 @pytest.mark.parametrize("choice", ["auto", "none", None])
