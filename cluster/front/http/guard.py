@@ -88,7 +88,8 @@ class Guard:
             call.is_answered = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
-        is_open = scope["path"] in OPEN or scope["path"].startswith(OPEN_FOLDER)
+        path = scope["path"] = scope["path"].rstrip("/") or "/"  # a redirect would name us, and no proxy before us
+        is_open = path in OPEN or path.startswith(OPEN_FOLDER)
         try:
             if not is_open:
                 self._admit(headers, scope["client"])

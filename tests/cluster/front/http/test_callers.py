@@ -53,6 +53,15 @@ async def test_what_can_be_had_has_a_head() -> None:
     assert all("head" not in methods for methods in paths.values())
 
 
+async def test_a_slash_behind_a_path_is_passed_over() -> None:
+    """A redirect would name this router as it sees itself: over HTTP, where a proxy before it speaks TLS."""
+    async with http(codec=words()) as h:
+        assert (await h.raw.get("/v1/models/")).json() == (await h.raw.get("/v1/models")).json()
+        assert (await h.raw.get("/health/")).status_code == 200
+        status, body = await h.post("/v1/completions/", prompt="w5", max_tokens=1)
+        assert (status, body["object"]) == (200, "text_completion")
+
+
 async def _document() -> dict[str, dict[str, dict[str, object]]]:
     async with http(codec=words()) as h:
         answer = await h.raw.get("/openapi.json")
