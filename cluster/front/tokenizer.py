@@ -40,6 +40,7 @@ SURELY_TOO_LONG = 2  # times the model's length, counted in pieces: more than pi
 RETRY_AFTER_S = 1.0
 SPACE = "\u2581"  # SentencePiece's
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's
+TEKKEN = "tekken.json"  # of mistral-common
 NO_VOCABULARY = "its vocabulary is not there; copy the model's own tokenizer.json"
 MAX_WAITING_BYTES = FrontOptions().max_tokenizing_bytes
 
@@ -205,6 +206,9 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
     """The tokenizer of a model directory or of a name on the hub. Raises TokenizerError."""
     if why := why_not_there(model):
         raise TokenizerError(why)
+    if file_of(model, TEKKEN) is not None and file_of(model, "tokenizer.json", fetch=True) is None:
+        mend = "copy a tokenizer.json and a tokenizer_config.json there, of the model in Hugging Face's format"
+        raise TokenizerError(f"{model} has no tokenizer.json, and its {TEKKEN} is not read; {mend}")
     config = _tokenizer_config(model)
     if config is None:
         raise TokenizerError(f"{model} has no tokenizer.json and no tokenizer_config.json; copy the model's own there")
@@ -252,10 +256,13 @@ def _tokenizer_config(model: str) -> Mapping[str, Any] | None:
 
 
 def _load(model: str, config: Mapping[str, Any]) -> Any:
-    if config.get("tokenizer_class") in GENERIC_CLASSES and file_of(model, "tokenizer.json", fetch=True):
+    is_whole = file_of(model, "tokenizer.json", fetch=True) is not None
+    if is_whole and config.get("tokenizer_class") in GENERIC_CLASSES:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(model)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    # where mistral-common is installed a tekken.json would be read first, by a tokenizer that is not fast
+    by_tekken = {"mistral_format": False} if is_whole else {}
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **by_tekken)

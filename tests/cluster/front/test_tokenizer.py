@@ -268,6 +268,28 @@ def test_what_is_wanted_to_read_a_tokenizer_model_is_named(directory: Path, monk
         load_codec(str(directory))
 
 
+def test_a_tekken_alone_is_not_read(directory: Path) -> None:
+    (directory / "tokenizer.json").rename(directory / "tekken.json")
+    with pytest.raises(TokenizerError, match=r"no tokenizer\.json, and its tekken\.json is not read; copy a tokenizer"):
+        load_codec(str(directory))
+
+
+async def test_a_tekken_beside_a_tokenizer_json_changes_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where mistral-common is installed transformers makes its tokenizer of it, which has no backend."""
+    by_itself = AutoTokenizer.from_pretrained
+
+    def where_it_is_installed(model: str, *, mistral_format: bool | None = None, **more: object) -> object:
+        return object() if mistral_format is None else by_itself(model, mistral_format=mistral_format, **more)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", where_it_is_installed)
+    (directory / "tekken.json").write_text("{}")
+    (directory / "tokenizer_config.json").write_text("{}")
+    (directory / "config.json").write_text(json.dumps({"model_type": "mistral"}))
+    assert await load_codec(str(directory)).encode("hello world", 512) == [0, 2, 3]
+
+
 def test_a_tokenizer_config_that_is_no_object_is_named(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text("[]")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json holds no JSON object; copy the model's"):
