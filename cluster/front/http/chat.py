@@ -19,6 +19,7 @@ from engine.types import InvalidRequest
 
 MARKS_IN_CALLS = ("[CALL_ID]", "[ARGS]")  # Mistral's
 TOOL_MARKS = (("<tool_call>", "</tool_call>"), ("[TOOL_CALLS]", ""), ("<|python_tag|>", ""))  # Hermes, Mistral, Llama 3
+LLAMA_TOOLS = "Environment: ipython"  # in all templates of Llama 3's with tools; 3.2's shows calls without their mark
 FOR_TEMPLATES = ("documents",)  # of the names that transformers itself has
 # of a template, for messages that it does not expect; and of one that is no program, such as a `break` in no loop
 UNREAD = (
@@ -126,7 +127,8 @@ class ChatTemplate:
 
 def _marks_of(template: str) -> Marks:
     reasoning = next((marks for marks in REASONING_MARKS if marks[1] in template), ("", ""))
-    tools = next((marks for marks in TOOL_MARKS if marks[0] in template), ("", ""))
+    bare = TOOL_MARKS[2] if LLAMA_TOOLS in template else ("", "")
+    tools = next((marks for marks in TOOL_MARKS if marks[0] in template), bare)
     in_calls = tuple(mark for mark in MARKS_IN_CALLS if tools[0] == "[TOOL_CALLS]" and mark in template)
     return Marks(reasoning, tools, in_calls)
 

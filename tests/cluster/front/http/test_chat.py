@@ -15,11 +15,14 @@ from tests.forms import byte_tokenizer
 USER = {"role": "user", "content": "hi"}
 
 
+def made(template: str) -> ChatTemplate:
+    return ChatTemplate(PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(()), chat_template=template))
+
+
 def prompt(template: str, *messages: dict[str, Any], **given: Any) -> str:
     asked = ChatRequest.model_validate({"messages": messages or [USER], **given})
     asked.check_served()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(()), chat_template=template)
-    return ChatTemplate(tokenizer).prompt(asked)
+    return made(template).prompt(asked)
 
 
 def test_documents_are_the_templates_to_read() -> None:
@@ -128,3 +131,11 @@ def test_a_role_that_no_example_shows_is_as_a_user() -> None:
     template = "{% for message in messages if message.role in ('user', 'critic') %}CONTENT{% endfor %}"
     messages = {"role": "critic", "content": "a"}, USER, {"role": "system", "content": "b"}
     assert prompt(template.replace("CONTENT", PARTS), *messages) == "[a][hi]"
+
+
+@pytest.mark.parametrize("shown", ["<|python_tag|>", "Environment: ipython"])
+def test_llama_3_calls_tools_whether_its_template_shows_the_mark_or_not(shown: str) -> None:
+    """That of 3.2's small models has calls as bare objects, and no mark."""
+    template = "{% if tools %}" + shown + "{% endif %}{{ messages[0].content }}"
+    assert made(template).marks.tools == ("<|python_tag|>", "")
+    assert made("{{ messages[0].content }}").marks.tools == ("", "")
