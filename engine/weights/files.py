@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -81,6 +82,8 @@ def why_unreadable(directory: Path) -> str:
     files = _loaded_from(directory)
     if not files and (but := _but(directory)):
         return f"it has no weights ({', '.join(WEIGHTS)}){but}; give a checkpoint in safetensors"
+    if not files and (others := sorted(path.name for pattern in WEIGHTS for path in directory.glob(pattern))):
+        return f"it has {others[0]}, but no model.safetensors, nor {INDEXES[0]}, which names shards; copy what it lacks"
     indexes = [path for name in INDEXES if (path := directory / name).exists()]
     return next((why for path in [*indexes, *files] if (why := why_damaged(path))), "")
 
@@ -98,6 +101,8 @@ def why_damaged(path: Path) -> str:
         if path.suffix == ".safetensors":
             with safe_open(str(path), framework="numpy"):
                 pass
+        if path.suffix == ".bin" and not _is_of_torch(path):
+            return f"{path.name} is damaged or cut short; copy it anew"
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror or error}"
     except (SafetensorError, ValueError) as error:
@@ -170,6 +175,12 @@ def _shards(directory: Path) -> Iterator[str]:
             except (OSError, ValueError, KeyError, AttributeError, TypeError):
                 return
             return
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Whether it may be: a zip archive, whose directory is at its end, or a pickle, as before torch 1.6."""
+    with path.open("rb") as file:
+        return file.read(1) == b"\x80" or zipfile.is_zipfile(path)
 
 
 def _is_pointer(path: Path) -> bool:

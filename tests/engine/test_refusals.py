@@ -137,6 +137,27 @@ def test_of_shards_the_one_that_is_cut_short_is_named(llama: str, tmp_path: Path
         load(str(tmp_path))
 
 
+@pytest.mark.parametrize("left", [0, 4096])
+def test_of_torch_s_shards_the_one_that_is_cut_short_is_named(left: int, llama: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
+    weights = {name: f"pytorch_model-{len(name) % 2}.bin" for name in load_file(f"{llama}/model.safetensors")}
+    index = {"metadata": {}, "weight_map": weights}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for shard in set(weights.values()):
+        torch.save({name: torch.ones(64, 64) for name in weights if weights[name] == shard}, tmp_path / shard)
+    cut = tmp_path / "pytorch_model-1.bin"
+    cut.write_bytes(cut.read_bytes()[:left])
+    with pytest.raises(UnsupportedModel, match=r"cannot be loaded: pytorch_model-1\.bin is damaged or cut short; copy"):
+        load(str(tmp_path))
+
+
+def test_shards_without_their_index_are_told(llama: str, tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_pretrained(llama).save_pretrained(tmp_path, max_shard_size="100KB")
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(UnsupportedModel, match=r"it has model-00001-of-.*, nor model\.safetensors\.index\.json, which"):
+        load(str(tmp_path))
+
+
 @pytest.mark.parametrize("is_on_the_hub", [False, True])
 def test_a_weight_that_two_shards_hold_is_named(
     is_on_the_hub: bool, llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
