@@ -53,7 +53,7 @@ def load_config(model: str) -> Any:
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
     check_beside(model)
     try:
-        _check_quantization_config(model, PreTrainedConfig.get_config_dict(model)[0])
+        _check_sections(model, PreTrainedConfig.get_config_dict(model)[0])
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except UnsupportedModel:
         raise
@@ -65,14 +65,25 @@ def load_config(model: str) -> Any:
         raise UnsupportedModel(f"model {model!r} cannot be read: {first_sentence(error)}") from error
 
 
-def _check_quantization_config(model: str, config: dict[str, Any]) -> None:
+def _check_sections(model: str, config: dict[str, Any]) -> None:
+    """What transformers stumbles at without a word of the key."""
     text = config.get("text_config")
     for section in (config, text if isinstance(text, dict) else {}):
+        _check_dtype(model, section)
         told = section.get("quantization_config")
         if told is not None and not isinstance(told, dict):
             raise UnsupportedModel(
                 f"quantization_config in config.json of model {model!r} is {told!r:.80}; it is an object, and a model "
                 "that is not quantised has none"
+            )
+
+
+def _check_dtype(model: str, section: dict[str, Any]) -> None:
+    for key in ("dtype", "torch_dtype"):
+        name = section.get(key)
+        if isinstance(name, str) and not isinstance(getattr(torch, name, None), torch.dtype):
+            raise UnsupportedModel(
+                f"{key} in config.json of model {model!r} is {name!r:.80}; give one of torch's, such as 'bfloat16'"
             )
 
 

@@ -248,6 +248,12 @@ CONFIGS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         UnsupportedModel,
         "transformers finds no 'nope': config.json gives",
     ),
+    "a dtype": (
+        {"dtype": "torch.bfloat16"},
+        UnsupportedModel,
+        r"dtype in config\.json of .* is 'torch\.bfloat16'; give",
+    ),
+    "an older dtype": ({"torch_dtype": "auto"}, UnsupportedModel, r"torch_dtype in config\.json of .* is 'auto'; give"),
     "no layers": ({"num_hidden_layers": 0}, UnsupportedModel, r"num_hidden_layers in config\.json is 0"),
     "less than none": ({"num_hidden_layers": -1}, UnsupportedModel, r"num_hidden_layers in config\.json is -1"),
     "half a RoPE": (
