@@ -10,6 +10,7 @@ import inspect
 import json
 import logging
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 LOADING = threading.Lock()  # transformers patches its own classes while it loads: two at once leave them patched
 READ_OTHERWISE = {"fp8": whole_blocks, "compressed-tensors": each_by_its_own}  # than transformers does
+NOT_RUN = "a .bin has more than tensors, which may be code and is not run, or is damaged; give one in safetensors"
 PROBE_TOKENS = 2
 USUAL_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # vLLM's, too
 PASSED_OVER = (  # by vLLM, too; others that change what `generate` answers
@@ -77,7 +79,8 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
                 **placed,
             )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
-        why = quantised.why_not_converted(config, error) or why_unreadable(folder_of(model)) or first_sentence(error)
+        found = quantised.why_not_converted(config, error) or why_unreadable(folder_of(model))
+        why = found or (NOT_RUN if isinstance(error, pickle.UnpicklingError) else first_sentence(error))
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
     check_beside(model)
     if twice := held_twice(folder_of(model)):

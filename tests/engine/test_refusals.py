@@ -137,17 +137,23 @@ def test_of_shards_the_one_that_is_cut_short_is_named(llama: str, tmp_path: Path
         load(str(tmp_path))
 
 
-@pytest.mark.parametrize("left", [0, 4096])
-def test_of_torch_s_shards_the_one_that_is_cut_short_is_named(left: int, llama: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [b"", b"<html>", b"PK" * 2000])
+def test_of_torch_s_shards_the_one_that_is_not_whole_is_named(left: bytes, llama: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
     weights = {name: f"pytorch_model-{len(name) % 2}.bin" for name in load_file(f"{llama}/model.safetensors")}
     index = {"metadata": {}, "weight_map": weights}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     for shard in set(weights.values()):
         torch.save({name: torch.ones(64, 64) for name in weights if weights[name] == shard}, tmp_path / shard)
-    cut = tmp_path / "pytorch_model-1.bin"
-    cut.write_bytes(cut.read_bytes()[:left])
+    (tmp_path / "pytorch_model-1.bin").write_bytes(left)
     with pytest.raises(UnsupportedModel, match=r"cannot be loaded: pytorch_model-1\.bin is damaged or cut short; copy"):
+        load(str(tmp_path))
+
+
+def test_a_pickle_that_is_more_than_tensors_is_not_run(llama: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(llama) / "config.json").read_text())
+    torch.save({"model.norm.weight": torch.ones(64), "args": Path("a")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModel, match=r"a \.bin has more than tensors, .* give one in safetensors$"):
         load(str(tmp_path))
 
 
