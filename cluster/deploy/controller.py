@@ -232,7 +232,8 @@ class Controller:
             self._hurried[name].set()
 
     def _standing(self, member: Member) -> tuple[str, str]:
-        if member.stage == "waiting" and not member.is_leaving:
+        is_wanted = self._running.pool(member.pool) is not None and not member.is_leaving
+        if member.stage == "waiting" and is_wanted:
             return member.stage, member.reason or self._running.plan(member.name).wants
         return "leaving" if member.is_leaving else member.stage, member.reason
 
@@ -437,6 +438,8 @@ class Controller:
     async def _create(self, name: str) -> None:
         self._note_made(name)
         await self.save()
+        if self._running.pool(self._roster.member(name).pool) is None:
+            return  # another spec was taken since: it will be let go
         try:
             await asyncio.to_thread(self._launch, self._running.plan(name))
         except Exception as error:

@@ -403,6 +403,33 @@ async def test_another_spec_is_taken_by_routers_and_workers(
         assert [plan.name for plan in served[2:]] == ["decode-1", "decode-0"]
 
 
+async def test_a_pool_goes_whose_worker_waits_for_its_place(
+    members: dict[str, Member], served: list[WorkerPlan], caplog: pytest.LogCaptureFixture
+) -> None:
+    """`kvrelay up`, which watches, would end the cluster if it got no answer."""
+    router: Any = members["router-0"]
+    pools = [*wanted()["pools"], {"role": "mixed", "replicas": 1}]
+    asked = asyncio.Event()
+
+    async def hang() -> None:
+        asked.set()
+        await asyncio.sleep(3600)
+
+    async with running(lambda plan: None) as controller:
+        await until(lambda: len(router.told[-1:] and router.told[-1]) == 2)
+        await controller.apply_spec({**wanted(), "pools": pools}, {}, None, False)
+        await until(lambda: "mixed-0" in controller._roster)
+        assert await controller.pending("mixed") == [("mixed-0", "waiting", "wants CPU 1 of Ray")]
+        router.standing = SimpleNamespace(remote=hang)
+        await until(asked.is_set)  # no step is under way that would let somebody go
+        await controller.apply_spec(wanted(), {}, None, False)
+        snapshot = await controller.wait_change((0, 0), 0.0)
+        assert [(each["name"], each["reason"]) for each in snapshot["members"]][-1] == ("mixed-0", "")
+        assert await controller.pending("mixed") == [("mixed-0", "waiting", "")]
+        await asyncio.sleep(0.05)  # looks after it
+        assert "the watch over" not in caplog.text
+
+
 async def test_routers_go_by_a_spec_that_is_taken_whoever_had_them_told(
     members: dict[str, Member], served: list[WorkerPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
