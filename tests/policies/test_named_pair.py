@@ -62,3 +62,5 @@ def test_workers_that_are_not_there_are_named() -> None:
     policy = cluster("p0", "d0")
     assert refused(policy, named("a", "p0", "d7")) == "decode_worker is 'd7'; of those that are ready give one of d0"
     assert "prefill_worker is 'd0'" in refused(policy, named("a", "d0", "d0"))
+    policy.on_worker_lost("d0", "gone", 0.0)
+    assert refused(policy, named("a", "p0", "d0")) == "decode_worker is 'd0'; none is ready"

@@ -122,7 +122,8 @@ class Placing:
             ("decode", decode, list(self._decode.accounts)),
         ):
             if name not in accounts:
-                return f"{phase}_worker is {name!r}; of those that are ready give one of {', '.join(accounts)}"
+                which = f"of those that are ready give one of {', '.join(accounts)}" if accounts else "none is ready"
+                return f"{phase}_worker is {name!r}; {which}"
         return ""
 
     def choose(self, request: RoutedRequest, now: float) -> Placed | Unplaced:
