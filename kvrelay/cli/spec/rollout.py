@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvrelay.client.client import Client
 
 POLL_S = 0.3
+AWAY_S = 120.0  # that nobody may answer: a restart takes less, and who was ended by `kvrelay down` comes back never
 GOES_ON = "it goes on; `kvrelay config show` says how far it is"
 
 UNKNOWN = Rollout(running=True, current=0, total=0, reason="the controller does not answer")
@@ -30,15 +31,17 @@ RollTimeout = Annotated[float, typer.Option(min=0, help="Seconds to wait until a
 
 
 def wait_until_done(client: Client, timeout_s: float, *, show: bool) -> Rollout:
-    """A controller or router that is being restarted is waited for. Raises CliError when it stops before its end, and
-    when the time is over, but not for one of 0 s."""
-    until_s = time.monotonic() + timeout_s
+    """A controller or router that is being restarted is waited for. Raises CliError when it stops before its end, when
+    nobody has answered for AWAY_S, and when the time is over, but not for one of 0 s."""
+    heard_s = time.monotonic()
+    until_s = heard_s + timeout_s
     with progress(show=show) as on_progress:
-        rollout = _now(client, UNKNOWN)
+        rollout = _now(client, heard_s) or UNKNOWN
         while rollout.running and time.monotonic() < until_s:
             on_progress(rollout.reason or "workers are as the spec has them", rollout.current, rollout.total)
             time.sleep(POLL_S)
-            rollout = _now(client, rollout)
+            if now := _now(client, heard_s):
+                rollout, heard_s = now, time.monotonic()
     if rollout.reason and not rollout.running:
         raise CliError(rollout.reason, FAILURE)
     if rollout.running and timeout_s:
@@ -47,10 +50,13 @@ def wait_until_done(client: Client, timeout_s: float, *, show: bool) -> Rollout:
     return rollout
 
 
-def _now(client: Client, last: Rollout) -> Rollout:
+def _now(client: Client, heard_s: float) -> Rollout | None:
+    """None: nobody answers."""
     try:
         return client.spec().rollout
     except KvrelayError as error:
         if error.code != "UNAVAILABLE":
             raise
-        return last
+        if time.monotonic() > heard_s + AWAY_S:
+            raise CliError(f"for {AWAY_S:g} s by now {error.message}", FAILURE) from None
+        return None

@@ -162,6 +162,13 @@ def test_a_roll_is_waited_for_and_says_that_it_goes_on(path: str, monkeypatch: p
     assert "1 of 2 workers are as the spec has them after 1e-07 s (decode-1 is being left" in late.output
 
 
+def test_a_roll_of_a_cluster_that_was_ended_is_not_waited_for(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrelay.cli.spec.rollout.AWAY_S", 0.0)
+    done = call(monkeypatch, Cluster(rollouts=(AWAY,) * 99), "roll")
+    assert done.exit_code == 1
+    assert "error: for 0 s by now the controller does not answer" in done.output
+
+
 def test_a_spec_is_shown_with_where_each_value_comes_from(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KV", "1MiB")
     shown = call(monkeypatch, Cluster(), "config", "show", path, "--router-max-passes", "3", "--json")
