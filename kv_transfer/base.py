@@ -108,6 +108,9 @@ class ReceiveEnd(Protocol):
     def close(self) -> None:
         """The thread's last act. Frees what the end holds."""
 
+    def forget(self) -> None:
+        """One-sided: `sender_closed` is asked no more. Frees what was kept for it, once the end is closed."""
+
 
 class Transport(Protocol):
     name: str

@@ -118,6 +118,7 @@ class DecodePair:
 
     def forget(self) -> None:
         """Nothing of the pair is left."""
+        self._end.forget()
         if self._peer_process is not None:
             self._peer_process.close()
 

@@ -50,6 +50,9 @@ class LoopbackReceiveEnd:
     def close(self) -> None:
         self.is_closed = True
 
+    def forget(self) -> None:
+        pass
+
 
 class LoopbackSendEnd:
     one_sided = True

@@ -76,6 +76,9 @@ class OneSidedReceiveEnd:
         self._is_aborted = True
         self._pair_file.close()
 
+    def forget(self) -> None:
+        self._pair_file.forget()
+
 
 class OneSidedSendEnd(ABC):
     one_sided = True

@@ -27,6 +27,7 @@ class DecodePairFile:
     def __init__(self) -> None:
         """Raises OSError where the process may have no more descriptors or maps."""
         self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self._is_forgotten = False
         self._fd = os.memfd_create("kvrelay-pair", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self._fd, FILE_BYTES)
@@ -52,10 +53,22 @@ class DecodePairFile:
         return self._map[begin : begin + int.from_bytes(self._map[NOTE_AT:begin], "little")]
 
     def close(self) -> None:
-        """The map stays, for `sender_closed`, until the object goes; the number must not be opened again."""
+        """The number must not be opened again. The map stays, for `sender_closed`, until it is forgotten."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        self._unmap_if_over()
+
+    def forget(self) -> None:
+        """Nobody asks any more whether the sender has closed. May be called in another thread than `close`."""
+        self._is_forgotten = True
+        self._unmap_if_over()
+
+    def _unmap_if_over(self) -> None:
+        """Not left to the object's end: a map has a descriptor of its own, and who holds it is in circles, which are
+        hardly ever looked for in a process that serves."""
+        if self._is_forgotten and self._fd < 0:
+            self._map.close()
 
 
 class PrefillPairFile:
@@ -84,6 +97,7 @@ class PrefillPairFile:
             return
         if has_stopped:
             self._map[CLOSED_AT] = 1
+            self._map.close()
         os.close(self._pidfd)
         self._pidfd = -1
 

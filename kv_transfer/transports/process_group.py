@@ -200,6 +200,9 @@ class ProcessGroupReceiveEnd:
         if self._store is not None:
             self._store.close()
 
+    def forget(self) -> None:
+        pass
+
 
 class ProcessGroupTransport:
     name = "process_group"

@@ -176,6 +176,9 @@ class TcpReceiveEnd(_End):
         super().close()
         self._listener.close()
 
+    def forget(self) -> None:
+        pass
+
     def _next(self) -> _Arrived:
         while True:
             moved = self._moved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import threading
@@ -444,6 +445,31 @@ async def test_a_receiver_that_goes_away_is_a_lost_pair() -> None:
         with pytest.raises(HandoffLost, match="decode-0"):
             await handoff.commit(token_id=1, num_tokens=8, computed_ns=0)
         await peer.close()
+
+
+async def test_pairs_that_are_gone_keep_no_descriptor() -> None:
+    """Though nobody looks for circles."""
+
+    def num_files() -> int:
+        links = (os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())  # of one that is gone its own name
+        return sum("kvrelay-pair" in link for link in links)
+
+    memory = random_memory(37, seed=1)
+    gc.collect()
+    gc.disable()
+    before = num_files()  # of other tests
+    try:
+        async with decode_side(options()) as decode:
+            for name in ("a", "b"):
+                peer = await connect(decode, options(), memory)
+                await hand_off(decode, peer, name)
+                assert num_files() > before
+                await peer.close()
+                async with asyncio.timeout(10.0):
+                    while num_files() > before:
+                        await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 async def test_what_does_not_match_is_refused_with_both_values() -> None:
