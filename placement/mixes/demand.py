@@ -55,12 +55,12 @@ def mean_context(workload: Workload) -> int:
 
 
 def search_space(design: Design, rate: float, scenario: Scenario, resource: Resource) -> Space:
-    """Where to look for mixes that hold the rate. Where machines lend themselves either kind may do the other's work,
-    so only the work of prompts on a baseline, and of both where none does, bounds the counts."""
+    """Where to look for mixes that hold the rate. Where either kind may do the other's work, only the work of prompts
+    on a baseline, and of both where none does, bounds the counts."""
     prompt, token = _busy_machines(design, rate, scenario)
     least = work(design, scenario.load.source)
     floor = (1, 1)
-    if design.is_baseline or not scenario.rules.is_lending:
+    if design.is_baseline or (design.is_split and not scenario.rules.is_lending):
         floor = (
             max(1, math.ceil(rate * least.prompt_s / OVERLOAD)),
             max(1, math.ceil(rate * least.token_s / OVERLOAD)),

@@ -84,9 +84,7 @@ class Provisioner:
         self.scenario = simulations.scenario
         self.refused: dict[str, str] = {}
         self.resource = RESOURCES[question.objective]
-        designs = all_designs(
-            machines, options.designs, are_pooled=bool(options.gpus_of) and self.scenario.rules.name == LIVE.name
-        )
+        designs = all_designs(machines, options.designs, are_pooled=self.scenario.rules.name == LIVE.name)
         self.designs = [design for design in designs if question.colocated or design.is_split]
         if not self.designs:
             raise PlanError("designs are baselines alone, and colocated is off; give a design with two kinds of pools")
