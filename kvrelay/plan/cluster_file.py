@@ -20,9 +20,11 @@ from kvrelay.plan import amounts, words
 from placement.build.from_offers import targets_told
 from placement.latency.model_shape import ModelShape
 from placement.latency.tensor_parallel import why_not_cut
+from placement.mixes.machines import gpu_name
 from placement.plan import Goodput, Plan, PoolPlan, Slo
 
 RULE = 100  # a comment line's length
+PLACED = 0.001  # of a resource that a host has one of: all workers there take less
 
 
 def to_run(plan: Plan, most_gpus: float = math.inf, shape: ModelShape | None = None) -> Goodput | None:
@@ -74,6 +76,7 @@ def spec_data(
     assert len(page_sizes) == 1, "workers that exchange KV have one page size"
     labels = _labels(pools)
     targets = targets_told(placement.candidate, slo)
+    places = accelerators(pools) if has_gpus else [""] * len(pools)
     return {
         "name": name,
         "model": model,
@@ -82,10 +85,11 @@ def spec_data(
         **({"router": targets} if targets else {}),
         "pools": [
             pool_data(pool, label, shape, has_gpus=has_gpus)
+            | ({"resources": {place: PLACED}} if place else {})
             | ({"kv_dtype": narrowed["kv_dtype"]} if narrowed.get("kv_dtype") else {})
             | guessing_data(pool, shape, speculative_model, draft_bytes_per_token)
             | ({"assumed": dict(told)} if told else {})
-            for pool, label, told in zip(pools, labels, assumed or [None] * len(pools), strict=True)
+            for pool, label, place, told in zip(pools, labels, places, assumed or [None] * len(pools), strict=True)
         ],
     }
 
@@ -94,6 +98,15 @@ def _labels(pools: Sequence[PoolPlan]) -> list[str]:
     """A pool's name where its role alone does not tell it from another: prefill-h100."""
     roles = [pool.role for pool in pools]
     return ["" if roles.count(pool.role) == 1 else f"{pool.role}-{i}" for i, pool in enumerate(pools)]
+
+
+def accelerators(pools: Sequence[PoolPlan]) -> list[str]:
+    """By pool, the Ray resource that is on hosts with its kind of GPU alone, which Ray finds by itself; empty where all
+    are of one kind, or it does not tell them apart."""
+    kinds = {hardware: gpu_name(hardware) for hardware in map(words.hardware_words, pools)}
+    if len(kinds) == 1 or len(set(kinds.values())) < len(kinds):
+        return [""] * len(pools)
+    return [f"accelerator_type:{kinds[words.hardware_words(pool)]}" for pool in pools]
 
 
 def pool_data(pool: PoolPlan, label: str, shape: ModelShape | None, *, has_gpus: bool) -> dict[str, Any]:
@@ -150,8 +163,8 @@ def spec_text(plan: Plan, placement: Goodput, data: Mapping[str, Any], command: 
     pools = placement.candidate.pools
     if len({pool.hardware for pool in pools}) > 1:
         lines += [
-            f"The pool {label or pool.role} stands on {pool.hardware}; place it with resources."
-            for pool, label in zip(pools, _labels(pools), strict=True)
+            f"The pool {label or pool.role} stands on {pool.hardware}{'' if place else '; place it with resources'}."
+            for pool, label, place in zip(pools, _labels(pools), accelerators(pools), strict=True)
         ]
     if plan.asked.get("classes") and data.get("router"):
         lines.append("Each request says what its class wants (slo_ttft_ms, slo_tpot_ms); the router has the loosest.")

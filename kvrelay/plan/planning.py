@@ -8,7 +8,6 @@ It decides nothing about placements. What is written of a plan: kvrelay.plan.fol
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +24,7 @@ from placement.checks.nearest import nearest
 from placement.goodput.bounds import decode_bound, prefill_bound
 from placement.goodput.targets import Targets
 from placement.latency.base import LatencyError
-from placement.mixes.machines import MachineType, capped, machine_of
+from placement.mixes.machines import MachineType, capped, gpu_name, machine_of, short_name
 from placement.mixes.options import Provisioning
 from placement.mixes.provision import provision
 from placement.plan import Near, Plan, to_json
@@ -344,23 +343,3 @@ def _machine_degrees(request: PlanRequest, catalog: Catalog) -> Degrees:
 def _gpus_of(request: PlanRequest, kinds: Sequence[Catalog]) -> dict[str, int]:
     counts = request.gpus_of
     return {each.hardware: counts[name] for name, each in zip(request.kinds, kinds, strict=True) if name in counts}
-
-
-def gpu_name(hardware: str, among: Sequence[str] = ()) -> str:
-    """H100 of "NVIDIA H100 SXM 80 GB", or H100-SXM where one of the others is an H100, too; its first word where none
-    looks like a GPU's."""
-    words, others = _from_gpu_on(hardware), [_from_gpu_on(name) for name in among if name != hardware]
-    enough = (count for count in range(1, len(words)) if all(other[:count] != words[:count] for other in others))
-    return "-".join(words[: next(enough, len(words))])
-
-
-def _from_gpu_on(hardware: str) -> list[str]:
-    word = re.search(r"\b[A-Z]+\d+\w*", hardware)
-    return hardware[word.start() if word else 0 :].split()
-
-
-def short_name(hardware: str, among: Sequence[str]) -> str:
-    """H of "NVIDIA H100 SXM 80 GB" where no other begins with it, else H100, else H100SXM."""
-    letter = gpu_name(hardware)[:1]
-    alike = [name for name in among if gpu_name(name)[:1] == letter]
-    return letter.upper() if len(alike) == 1 else gpu_name(hardware, among).replace("-", "")

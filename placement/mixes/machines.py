@@ -8,6 +8,7 @@ only.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from placement.catalogs.base import Catalog, Degrees, Offer, PlanError
@@ -92,3 +93,23 @@ def capped_latency(latency: LatencyModel, cap: PowerCap) -> ScaledLatency:
         transfer=1.0,
         how=f"held to {cap.power:.0%} of its power",
     )
+
+
+def gpu_name(hardware: str, among: Sequence[str] = ()) -> str:
+    """H100 of "NVIDIA H100 SXM 80 GB", or H100-SXM where one of the others is an H100, too; its first word where none
+    looks like a GPU's."""
+    words, others = _from_gpu_on(hardware), [_from_gpu_on(name) for name in among if name != hardware]
+    enough = (count for count in range(1, len(words)) if all(other[:count] != words[:count] for other in others))
+    return "-".join(words[: next(enough, len(words))])
+
+
+def _from_gpu_on(hardware: str) -> list[str]:
+    word = re.search(r"\b[A-Z]+\d+\w*", hardware)
+    return hardware[word.start() if word else 0 :].split()
+
+
+def short_name(hardware: str, among: Sequence[str]) -> str:
+    """H of "NVIDIA H100 SXM 80 GB" where no other begins with it, else H100, else H100SXM."""
+    letter = gpu_name(hardware)[:1]
+    alike = [name for name in among if gpu_name(name)[:1] == letter]
+    return letter.upper() if len(alike) == 1 else gpu_name(hardware, among).replace("-", "")

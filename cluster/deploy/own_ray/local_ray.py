@@ -84,14 +84,14 @@ class LocalRay:
         import ray
 
         logging.getLogger("ray").setLevel(logging.CRITICAL)
-        custom = {name: amount for name, amount in needs.items() if name not in ("CPU", "GPU")}
+        whole = {name: math.ceil(amount) for name, amount in needs.items()}  # Ray has no parts of them
         with lean_ray(is_forking=self._forks is not None):
             ray.init(
                 address="local",
                 namespace=namespace,
-                num_cpus=max(1, math.ceil(needs.get("CPU", 0))),
-                num_gpus=math.ceil(needs.get("GPU", 0)),
-                resources=custom or None,
+                num_cpus=max(1, whole.pop("CPU", 0)),
+                num_gpus=whole.pop("GPU", 0),
+                resources=whole,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 log_to_driver=False,

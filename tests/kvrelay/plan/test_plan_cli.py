@@ -16,10 +16,11 @@ from typer.testing import CliRunner, Result
 
 from kvrelay.cli.planning import plan as command
 from kvrelay.plan.catalogs import catalogs
-from kvrelay.plan.planning import machines_of, short_name
+from kvrelay.plan.planning import machines_of
 from kvrelay.plan.reading import build_request
 from placement.catalogs.base import PlanError
 from placement.mixes.designs import all_designs
+from placement.mixes.machines import short_name
 from placement.named_files import CONFIGS
 from placement.plan import Goodput
 from tests.kvrelay.plan.plan_fixture import PLAN

@@ -121,6 +121,24 @@ def test_few_bits_are_planned_and_served_as_asked(model: str, machine: str, few:
 
 
 @pytest.mark.parametrize(
+    ("second", "wants", "told"),
+    [
+        ("NVIDIA A100 SXM 80 GB", [{"accelerator_type:H100": 0.001}, {"accelerator_type:A100": 0.001}], "."),
+        ("NVIDIA H100 NVL 94 GB", [{}, {}], "; place it with resources."),  # Ray has one name of both
+        ("NVIDIA H100 SXM 80 GB", [{}, {}], ""),
+    ],
+)
+def test_pools_are_placed_by_their_kind_of_gpu(second: str, wants: list[dict[str, float]], told: str) -> None:
+    one = together(1, 1).pools[0]
+    pools = (replace(one, hardware="NVIDIA H100 SXM 80 GB"), replace(one, hardware=second))
+    chosen = goodput(Candidate(pools=pools), 9.0)
+    request = build_request(None, {**ASKED, **REQUESTS, "ttft": "300ms"})
+    text, _, _ = cluster_spec(replace(PLAN, chosen=chosen, tried=(chosen,), asked=asked(request)), request)
+    assert [pool.resources for pool in parse_spec(yaml.safe_load(text)).pools] == wants
+    assert (f"# The pool mixed-1 stands on {second}{told}\n" in text) == bool(told)
+
+
+@pytest.mark.parametrize(
     ("asks", "told"),
     [
         ({"kv_dtype": "int8"}, "kv_dtype is int8, which is for CPUs, and hardware is NVIDIA H100 SXM 80 GB; give fp8_"),
