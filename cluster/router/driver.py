@@ -129,6 +129,8 @@ class Router:
         self.kept.set_bounds(keeps, options.targets_s)
         self.policy.take_options(options)
         self._links.set_dead_after(options.dead_after_s)
+        if not self.is_ready:
+            self._dispatcher.on_phase_missing()  # who waits for a worker does so for another time
 
     async def close(self) -> None:
         """Fail what still runs, end all links."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -251,6 +252,22 @@ async def test_silence_has_an_end_for_the_only_worker_too() -> None:
         assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
         assert [w.reason for w in (await h.status()).workers if w.name == "decode-0"] == ["it said nothing for 0.4 s"]
         h.decode().is_silent = False
+
+
+@pytest.mark.parametrize(("grace_s", "changed_s"), [(60.0, 0.2), (0.2, 0.4)])
+async def test_who_waits_for_a_worker_does_so_for_as_long_as_the_newest_options_say(
+    grace_s: float, changed_s: float
+) -> None:
+    async with serving(1, 1, options=server_options(port=0, unavailable_grace_s=grace_s)) as h:
+        await h.decode().kill()
+        await h.until(lambda: h.count("workers_lost") == 1)
+        call = h.generate.GenerateOnce(request())
+        await h.until(lambda: h.router.policy.num_queued == 1)
+        options = h.server.options
+        h.server.take_options(replace(options.router, unavailable_grace_s=changed_s), options.front, "")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await asyncio.wait_for(call, 10.0)
+        assert failure.value.details() == "no decode worker is ready; try again later"
 
 
 async def test_cancel_and_deadline_reach_a_request_that_waits_for_a_worker() -> None:
