@@ -113,7 +113,7 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
                 self._drop(link, f"it has left {link.unread_bytes >> 20} MiB unread")
         if self._report_soon is None:
             wait_s = max(0.0, self._reported_at + max(REPORT_GAP_S, self._report_gap_s) - time.monotonic())
-            self._report_soon = asyncio.get_running_loop().call_later(wait_s, self._send_reports)
+            self._report_soon = asyncio.get_running_loop().call_later(wait_s, self._send_soon)
 
     @property
     def has_unread(self) -> bool:
@@ -250,6 +250,10 @@ class RouterStreams(worker_pb2_grpc.WorkerServicer):
     def _report_gap_s(self) -> float:
         """As long as the router with most workers wants."""
         return max((link.report_gap_s for link in self._links.values()), default=0.0)
+
+    def _send_soon(self) -> None:
+        self._report_soon = None  # also where no router is there to hear it: the next change is told soon again
+        self._send_reports()
 
     def _send_reports(self, *, is_due: bool = True) -> None:
         """One that is not due goes if it says something new."""

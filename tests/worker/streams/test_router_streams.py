@@ -16,6 +16,7 @@ from engine.types import InvalidRequest
 from kvrelay.v1 import worker_pb2 as pb
 from kvrelay.v1 import worker_pb2_grpc
 from worker.awake import BEAT_S, AwakeClock
+from worker.options import REPORT_GAP_S
 from worker.streams import router_streams
 from worker.streams.router_link import RouterLink
 from worker.streams.router_streams import MAX_UNREAD, RouterStreams
@@ -179,6 +180,18 @@ async def test_of_several_routers_one_takes_the_worker_first() -> None:
 async def _report_with(router: _Served, *, is_others: bool) -> None:
     while (await router.next_of("report")).is_others is not is_others:
         pass
+
+
+async def test_a_change_is_told_soon_also_after_a_time_without_any_router() -> None:
+    host = _Host([])
+    streams = RouterStreams("decode-1", host, lambda: 0.0, report_interval_s=3600.0, drop_after_s=DROP_AFTER_S)
+    streams.flush()  # nobody is there to hear it
+    await asyncio.sleep(2 * REPORT_GAP_S)
+    streams._links["r"] = link = RouterLink("r")
+    streams.flush()
+    async with asyncio.timeout(5.0):
+        assert (await link.get()) is not None
+    await streams.stop()
 
 
 async def test_an_idle_worker_reports_all_the_same() -> None:
