@@ -25,7 +25,8 @@ TIMEOUT_S = 5.0
 class Checkpoint:
     def __init__(self) -> None:
         self._key = f"roster:{ray.get_runtime_context().get_actor_id()}".encode()
-        self._lock = asyncio.Lock()  # the newest is written last
+        self._lock = asyncio.Lock()  # one is written after another, and the newest last
+        self._writing: set[asyncio.Task[None]] = set()
 
     def load(self) -> dict[str, Any] | None:
         """None at the actor's first start. Raises what Ray's client raises."""
@@ -42,8 +43,17 @@ class Checkpoint:
         return 0 if saved is None else int(saved["epoch"])
 
     async def save(self, newest: Callable[[], dict[str, Any]]) -> None:
+        """Returns when it is kept, or TIMEOUT_S after: then it is kept as soon as the store answers."""
+        writing = asyncio.get_running_loop().create_task(self._write(newest))
+        self._writing.add(writing)
+        writing.add_done_callback(self._writing.discard)
+        if not (await asyncio.wait({writing}, timeout=TIMEOUT_S))[0]:
+            log.warning("what is known of the cluster is not kept yet: the store does not answer")
+
+    async def _write(self, newest: Callable[[], dict[str, Any]]) -> None:
+        """A thread that waits for the store cannot be ended, and nothing newer may be written before it ends."""
         try:
-            async with asyncio.timeout(TIMEOUT_S), self._lock:
+            async with self._lock:
                 await asyncio.to_thread(self._put, newest())
         except Exception as error:  # whatever Ray's client raises: the cluster serves on
             log.warning("what is known of the cluster was not kept: %s", " ".join(str(error).split()))
