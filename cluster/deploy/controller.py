@@ -205,11 +205,14 @@ class Controller:
 
     def _resize_by(self, number: int, name: str) -> None:
         """One that leaves for good, or comes back, makes its pool smaller or larger; not one that stands in, or is
-        being replaced."""
+        being replaced, whose place is kept."""
         member, sizes = self._roster.member(name), self._running.sizes
-        is_change = member.is_leaving != (number < 0) and not (number > 0 and self._running.is_rolling)
-        if is_change and not member.is_stand_in and member.pool in sizes:
-            self._running.resize(member.pool, max(0, sizes[member.pool] + number), "kvrelay drain")
+        is_change = member.is_leaving != (number < 0)
+        if not is_change or member.is_stand_in or member.pool not in sizes:
+            return
+        size = sizes[member.pool]
+        if number < 0 or len(self._roster.staying(member.pool)) >= size:
+            self._running.resize(member.pool, max(0, size + number), "kvrelay drain")
 
     def _stand_ins_beside(self, name: str) -> list[str]:
         """Who goes with the last one of a pool."""

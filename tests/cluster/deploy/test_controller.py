@@ -491,6 +491,24 @@ async def test_a_router_that_says_nothing_while_it_looks_at_a_change_is_no_conse
         assert controller._running.number == 1
 
 
+async def test_who_is_taken_back_while_others_are_replaced_stays(
+    members: dict[str, Member], served: list[WorkerPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(launched[0]) as controller:
+        await until(lambda: members["router-0"].told)
+        await controller.scale("decode", 2, None)
+        monkeypatch.setattr(controller._changes._rolling, "step", lambda routers: asyncio.sleep(0))
+        await controller.roll(["decode"], None)
+        assert await controller.remove("decode-1", None) == ""
+        assert await controller.size("decode") == 1
+        assert await controller.take_back("decode-1")
+        assert await controller.size("decode") == 2
+        await controller.let_go("decode-0")  # another is to have its place
+        controller._running.settle("decode-2 does not become ready")
+        assert await controller.take_back("decode-0")
+        assert await controller.size("decode") == 2
+
+
 async def test_the_next_controller_goes_on_with_what_was_begun(
     members: dict[str, Member], served: list[WorkerPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
