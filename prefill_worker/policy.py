@@ -228,13 +228,14 @@ class PrefillPolicy:
         return request is None or not request.is_in_flight
 
     def on_passing_failed(self, request_id: str) -> None:
-        """It is read on here."""
+        """It is read on here, in its place."""
         request = self._requests[request_id]
         request.is_passing = False
         if request.has_begun:
             self._running[request_id] = request
         else:
-            self._waiting = in_turn(self._waiting, request)
+            waiting = {*self._waiting, request_id}
+            self._waiting = {name: each for name, each in self._requests.items() if name in waiting}
 
     def on_handoff_opened(self, request_id: str) -> None:
         """From now on the handoff may read the request's pages, until on_handoff_closed."""

@@ -228,6 +228,23 @@ def test_a_prompt_that_came_first_has_pages_first() -> None:
     assert lengths(worker.step()[1]) == [12]
 
 
+def test_a_prompt_that_was_not_passed_on_after_all_has_its_place_again() -> None:
+    """Behind the last one it waits for that, which waits for the reservation between, which waits for the first."""
+    worker = Worker(num_pages=3, watermark=0.0)
+    worker.reserve("running", 8, 2)
+    worker.commit("running")
+    worker.prompt("a", 8, 2)
+    worker.reserve("b", 6, 2)
+    worker.prompt("c", 9, 2)
+    worker.policy.prefill.on_passing("a")
+    worker.policy.prefill.on_passing_failed("a")
+    for _ in range(20):
+        for name in list(worker.granted):
+            worker.commit(name)
+        worker.step()
+    assert not worker.left
+
+
 def test_what_can_never_fit_is_denied() -> None:
     denied = Worker(num_pages=4).prompt("a", 8, 12)
     assert denied is not None
