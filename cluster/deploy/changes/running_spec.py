@@ -22,6 +22,8 @@ from cluster.spec.pool import PoolSpec
 from cluster.spec.resolve import Machine, WorkerPlan, plan_of, resolve
 from cluster.spec.sources import DEFAULT, Row, Sources, rows_of
 
+SAVED = ("sizes", "number", "rolls", "max_surge", "is_rolling", "reason")  # of a RunningSpec, beside its specs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
@@ -173,11 +175,11 @@ class RunningSpec:
     @property
     def saved(self) -> dict[str, Any]:
         specs = {key: getattr(self, key).model_dump(mode="json", exclude_unset=True) for key in ("written", "resolved")}
-        others = ("sizes", "number", "rolls", "max_surge", "is_rolling", "reason")
-        return {**specs, "sources": dict(self.sources), **{key: getattr(self, key) for key in others}}
+        return {**specs, "sources": dict(self.sources), **{key: getattr(self, key) for key in SAVED}}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """As the last controller kept it. Raises SpecError; nothing is changed then."""
         specs = {key: parse_spec(saved[key]) for key in ("written", "resolved")}
-        for key, value in {**saved, **specs}.items():
+        kept = {key: saved[key] for key in ("sources", *SAVED) if key in saved}  # another version may have kept it
+        for key, value in {**kept, **specs}.items():
             setattr(self, key, value)

@@ -130,3 +130,13 @@ async def test_one_that_stands_in_goes_though_nobody_is_replaced_unless_it_is_ne
     running.sizes["decode"] = 1
     await rolling.dismiss({"router-0": RouterStanding({"decode": {"decode-0": True, "decode-1": True}}, ready)})
     assert host.left == ["decode-1", "decode-1"]
+
+
+def test_what_a_controller_of_another_version_kept_is_read() -> None:
+    _, _, running, _ = made()
+    running.resize("decode", 3, "kvrelay scale")
+    saved = running.saved | {"mood": "good"}
+    del saved["rolls"]
+    _, _, again, _ = made()
+    again.restore(saved)
+    assert again.saved == running.saved
