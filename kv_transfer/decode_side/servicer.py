@@ -37,7 +37,6 @@ IN_PLAIN = (
     "does not encrypt what it moves between hosts, and tls is on; add tcp to the transports (GPUs have none), or "
     "set encrypt: false where the network between the workers is trusted"
 )
-log = logging.getLogger(__name__)
 
 FENCE_POLL_S = 0.05  # how often a lost peer is looked at, while pages wait for it
 
