@@ -66,20 +66,17 @@ class Miss:
 
 def first_miss(rated: RatedMix, simulations: Simulations) -> Miss | None:
     """The lowest rate above its goodput at which the mix was seen to miss the SLO."""
-    missed = [
-        point
-        for point, result in simulations.results.items()
-        if point.mix == rated.mix and point.rate > rated.mean_rate and not result.judgement.is_met
-    ]
-    if not missed:
-        return None
-    lowest = min(missed, key=_by_rate)
-    return Miss(lowest.rate, simulations.results[lowest].judgement)
+    for point in points_of(rated, simulations):
+        judgement = simulations.results[point].judgement
+        if point.rate > rated.mean_rate and not judgement.is_met:
+            return Miss(point.rate, judgement)
+    return None
 
 
 def points_of(rated: RatedMix, simulations: Simulations) -> list[LoadPoint]:
-    """All at which the mix was simulated, by rate and seed."""
-    return sorted((point for point in simulations.results if point.mix == rated.mix), key=_by_rate)
+    """All at which the mix was simulated with times as they are, by rate and seed."""
+    own = (point for point in simulations.results if point.mix == rated.mix and point.factor == 1)
+    return sorted(own, key=_by_rate)
 
 
 def _by_rate(point: LoadPoint) -> tuple[float, int]:

@@ -330,6 +330,16 @@ def test_a_plan_keeps_the_rate_that_it_is_for() -> None:
         assert missed_at > bought.chosen.goodput.value
 
 
+def test_a_curve_is_of_times_as_the_latency_model_has_them() -> None:
+    """Those that are as wrong as it may be count for the interval at the plan's rate alone."""
+    wrong = [replace(machine, offer=replace(machine.offer, error=0.3)) for machine in shop()]
+    found = plan(PlanQuestion(slo=SLO, budget_usd_per_hour=4.0, processes=0), replace(QUICK, rules="live"), wrong)
+    (point,) = (point for point in found.chosen.curve if point.rate == found.at_rate.rate)
+    assert point.attainment.value == found.at_rate.attainment.value
+    assert point.num_requests == found.at_rate.num_requests
+    assert found.at_rate.attainment.low < point.attainment.low
+
+
 def test_the_other_rules_are_told_where_they_are_asked_for() -> None:
     options = replace(QUICK, designs=("BC",), compare_rules=True)
     said = " ".join(plan(PlanQuestion(slo=SLO, objective="cost", rate=12.0, processes=0), options).advice)
