@@ -59,7 +59,11 @@ async def play(
 
     Cancelling it cancels every request that is out.
     """
-    places = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    places: asyncio.Queue[float] | None = None  # since when each has been free
+    if max_concurrency:
+        places = asyncio.Queue()
+        for _ in range(max_concurrency):
+            places.put_nowait(0.0)
     outcomes: list[Outcome] = []
     start_s = time.perf_counter()
     async with asyncio.TaskGroup() as tasks:
@@ -68,11 +72,7 @@ async def play(
             if (early_s := due_s - (time.perf_counter() - start_s)) > 0:
                 await asyncio.sleep(early_s)
             if places is not None:
-                if places.locked():
-                    await places.acquire()
-                    due_s = time.perf_counter() - start_s
-                else:
-                    await places.acquire()
+                due_s = max(due_s, await places.get())
             outcome = Outcome(index=index, due_s=due_s, input_len=planned.input_len)
             outcomes.append(outcome)
             tasks.create_task(_send(client, planned, outcome, start_s, timeout_s, places, on_end))
@@ -85,7 +85,7 @@ async def _send(
     outcome: Outcome,
     start_s: float,
     timeout_s: float | None,
-    places: asyncio.Semaphore | None,
+    places: asyncio.Queue[float] | None,
     on_end: Callable[[Outcome], None],
 ) -> None:
     try:
@@ -93,9 +93,9 @@ async def _send(
     except KvrelayError as error:
         outcome.code, outcome.message = error.code, error.message
     finally:
+        outcome.ended_s = time.perf_counter() - start_s
         if places is not None:
-            places.release()
-    outcome.ended_s = time.perf_counter() - start_s
+            places.put_nowait(outcome.ended_s)
     on_end(outcome)
 
 
