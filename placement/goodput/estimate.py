@@ -228,7 +228,7 @@ class _Look:
         if self.is_growing and self.slack.value < 0:
             return 0
         longer = 1.5 if self.is_growing else 1.2
-        return math.ceil(longer * self.lasts_s(effort) * self.outcome.workload.rate)
+        return math.ceil(longer * self.lasts_s(effort) * self._rate(self.outcome.workload.rate))
 
     def wanted(self, effort: Effort) -> int:
         """Requests in a run that is long enough, as far as this one tells: its interval narrows as the root of them.

@@ -37,6 +37,7 @@ from placement.simulator.cluster import SimCluster, SimWorker
 from placement.simulator.outcome import Outcome
 from placement.simulator.simulate import simulate
 from placement.simulator.systems import LiveSystem
+from placement.workload.closed_loop import ClosedLoop
 from placement.workload.requests import Workload
 from placement.workload.traffic import Traffic, with_classes
 from tests.placement.simulator.test_simulate import cluster, workers
@@ -150,6 +151,17 @@ def test_where_hardly_any_is_in_time_nothing_is_simulated_for_longer() -> None:
     assert found.num_simulated == Effort().first_requests
     assert found.point.attainment.high <= 0.02
     assert not found.point.is_settled
+
+
+def test_clients_who_all_ask_before_the_first_run_is_over_are_waited_for() -> None:
+    """As many as the first run has requests, which come at once."""
+    loop = ClosedLoop(max_concurrency=50)
+    traffic = Traffic(source=alike(output=1), loop=loop)
+    targets = Targets(slo=Slo(ttft_s=0.25, attainment=0.9))
+    effort = Effort(first_requests=50, max_requests=1000, half_width=0.02)
+    found = estimate(one_prefill(), traffic, math.inf, targets, effort=effort)
+    assert found.point.ttft_s["50"].value == pytest.approx(50 * SERVICE_S, rel=0.01)
+    assert found.point.rate == pytest.approx(1 / SERVICE_S, rel=0.02)
 
 
 def test_deciding_costs_less_than_a_narrow_interval() -> None:
