@@ -121,7 +121,7 @@ class Candidate:
     def label(self) -> str:
         """3 x prefill TP 2 + 1 x decode TP 4; 4 x mixed TP 2, chunks of 512"""
         text = " + ".join(f"{pool.replicas} x {pool.role} {pool.degrees}" for pool in self.pools)
-        chunks = [f"{pool.chunk_tokens:,}" for pool in self.pools if pool.role == "mixed"]
+        chunks = dict.fromkeys(f"{pool.chunk_tokens:,}" for pool in self.pools if pool.role == "mixed")
         text += f", chunks of {' and '.join(chunks)}" if chunks else ""
         text += f", {self.num_guesses} guesses ahead" if self.num_guesses else ""
         return f"{self.design}: {text}" if self.design else text

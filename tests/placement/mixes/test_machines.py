@@ -159,6 +159,9 @@ def test_a_mix_adds_up_and_becomes_a_candidate() -> None:
     assert mix.total("power") == pytest.approx(1738.4)
     assert (mix.total("gpus"), str(mix)) == (344, "HA (35,8)")
     assert mix.candidate().label == "HA: 35 x prefill TP 8 + 8 x decode TP 8"
+    (both,) = all_designs(splitwise_machines()[:2], ["Baseline-A100+H100"], are_pooled=True)
+    pooled = Mix(design=both, num_prompt=2, num_token=3).candidate("mixed")
+    assert pooled.label == "Baseline-A100+H100: 2 x mixed TP 8 + 3 x mixed TP 8, chunks of 2,048"
     assert [pool.hardware for pool in mix.candidate().pools] == ["h100-80gb", "a100-80gb"]
 
 
