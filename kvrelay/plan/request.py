@@ -156,6 +156,10 @@ class PlanRequest(Spec):
     @field_validator("hardware", mode="after")
     @classmethod
     def _each_once(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for each in value or ():
+            name, colon, count = each.rpartition(":")
+            if colon and not count.isdecimal() and not any(mark in count for mark in "/."):  # of a path
+                raise ValueError(f"{count!r} is no count of GPUs; give a whole number, such as {name}:8")
         names = [counted(each)[0] for each in value or ()]
         for name in names:
             if names.count(name) > 1:

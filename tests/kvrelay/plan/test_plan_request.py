@@ -134,6 +134,10 @@ def test_what_is_no_duration_is_refused(written: str) -> None:
             {"hardware": "h100-sxm:8,l40s", "num_gpus": None},
             "--hardware is h100-sxm:8, l40s, and how many there are of l40s is not said; give l40s:8, or --num-gpus",
         ),
+        (
+            {"hardware": "h100-sxm:x"},
+            "--hardware is 'h100-sxm:x'; 'x' is no count of GPUs; give a whole number, such as h100-sxm:8",
+        ),
         ({"hardware": "h100-sxm:8,l40s:0"}, "--hardware has 0 of l40s; give 1 or more, or take it out"),
         (
             {"hardware": "l40s:8,l40s:2"},
