@@ -47,6 +47,7 @@ from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
 from cluster.spec.sources import Sources
+from engine.cgroups import core_limit, memory_limit_bytes
 from worker.wire.secrets import Secrets
 
 log = logging.getLogger(__name__)
@@ -209,11 +210,13 @@ class Deployment:
 
 
 def this_machine() -> Machine:
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit_bytes, limit = memory_limit_bytes(), core_limit()
     num_gpus = gpus.count_gpus()
     return Machine(
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        memory_bytes=pages * page_bytes,
+        memory_bytes=memory_bytes if limit_bytes is None else min(memory_bytes, limit_bytes),
+        core_limit=None if limit is None else max(1, int(limit)),
         gpus=num_gpus,
         why_no_cuda=gpus.why_no_cuda(num_gpus, gpus.torch_cuda_version()),
     )

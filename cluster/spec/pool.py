@@ -76,20 +76,21 @@ class PoolSpec(Spec):
 
     threads: int | Literal["auto"] = setting(
         "auto",
-        "of each worker, or of each of its processes; auto: the machine's cores shared out; with "
-        "`--address`: `num_cpus` shared out among them",
+        "of each worker, or of each of its processes; auto: the machine's cores shared out, or "
+        "what a cgroup (a container's, a service's) may use of their time; with `--address`: `num_cpus` shared out "
+        "among them",
         unit="threads",
     )
     cpus: Literal["auto"] | tuple[int, ...] | None = setting(
         "auto",
         "to pin to, shared out evenly, such as `[0, 1]`; null: not pinned; auto: pinned when there are enough, never "
-        "with `--address`",
+        "with `--address` or where a cgroup's limit leaves fewer cores' time",
         unit="cores",
     )
     kv_memory: int | Literal["auto"] = setting(
         "auto",
-        "of each worker's pages; auto: 40% of memory shared out, at most 2GiB; with `--address`: 1GiB; on a GPU: what "
-        "`gpu_memory_utilization` leaves",
+        "of each worker's pages; auto: 40% of memory, or of a cgroup's limit, shared out, at most 2GiB; with "
+        "`--address`: 1GiB; on a GPU: what `gpu_memory_utilization` leaves",
         unit="bytes",
     )
     device: Literal["auto", "cpu", "cuda"] = setting(

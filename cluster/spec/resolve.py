@@ -28,14 +28,20 @@ class Machine:
 
     cores: tuple[int, ...]  # numbers of the cores this process may use
     memory_bytes: int
+    core_limit: int | None = None  # so many cores' time, on any of them; None: all of theirs
     gpus: int = 0
     why_no_cuda: str = "this machine has no GPU"  # empty: the GPUs can be used
+
+    @property
+    def num_cores(self) -> int:
+        return min(len(self.cores), self.core_limit or len(self.cores))
 
 
 def resolve(spec: ClusterSpec, machine: Machine | None, *, node_host: str = "127.0.0.1") -> ClusterSpec:
     """The same spec without "auto". `node_host` is where this node is reached. Raises SpecError.
 
-    On one machine the cores are shared out, first worker first, and workers are pinned when the cores suffice.
+    On one machine the cores are shared out, first worker first, and workers are pinned when the cores suffice and are
+    ours: under a limit on their time others use them, too, and the kernel finds those that are free.
     """
     if why := why_not_served(spec):
         raise SpecError(why)
@@ -149,13 +155,14 @@ def _resolve_joined(pools: Sequence[PoolSpec]) -> tuple[PoolSpec, ...]:
 def _resolve_on(pools: Sequence[PoolSpec], machine: Machine) -> tuple[PoolSpec, ...]:
     num_workers = sum(pool.replicas for pool in pools)
     num_processes = sum(pool.replicas * pool.processes for pool in pools)
-    share = max(1, len(machine.cores) // num_processes)
+    share = max(1, machine.num_cores // num_processes)
     threads = [share if pool.threads == "auto" else pool.threads for pool in pools]
     wanted = [t * pool.replicas * pool.processes for t, pool in zip(threads, pools, strict=True)]
     taken = {cpu for pool in pools if isinstance(pool.cpus, tuple) for cpu in pool.cpus}
     _check_cores(pools, machine)
     spare = [cpu for cpu in machine.cores if cpu not in taken]
-    may_pin = sum(w for w, pool in zip(wanted, pools, strict=True) if pool.cpus == "auto") <= len(spare)
+    wanted_to_pin = sum(w for w, pool in zip(wanted, pools, strict=True) if pool.cpus == "auto")
+    may_pin = machine.num_cores == len(machine.cores) and wanted_to_pin <= len(spare)
     kv_bytes = min(AUTO_KV_MAX_BYTES, int(machine.memory_bytes * AUTO_KV_SHARE) // num_workers)
     resolved = []
     for pool, pool_threads, count in zip(pools, threads, wanted, strict=True):

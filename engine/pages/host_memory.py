@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.cgroups import CGROUPS, PROC, groups
+
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
@@ -91,7 +93,7 @@ def _too_much(num_bytes: int, free: FreeMemory) -> str:
     )
 
 
-def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory:
+def free_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> FreeMemory:
     """The least of what the machine has, what the limits of this process' cgroups leave, and what a file may hold."""
     on_machine = FreeMemory(_available_kib(proc) * 1024, "on this machine")
     frees = [on_machine, *_in_a_file(), *_left_by_limits(proc, cgroups)]
@@ -110,20 +112,11 @@ def _available_kib(proc: Path) -> int:
 
 
 def _left_by_limits(proc: Path, cgroups: Path) -> Iterator[FreeMemory]:
-    """Of version 2, one hierarchy, and of version 1, one for memory. A limit holds for all groups below it."""
-    for line in (proc / "self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = cgroups / controllers
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        group = root / path.strip("/")
-        for folder in (group, *group.parents):
-            left = _left_in(folder, *names)
-            if left is not None:
-                yield FreeMemory(max(0, left), f"under the limit of the cgroup {folder}")
-            if folder == root:
-                break
+    for group in groups("memory", proc, cgroups):
+        names = ("memory.max", "memory.current") if group.is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        left = _left_in(group.folder, *names)
+        if left is not None:
+            yield FreeMemory(max(0, left), f"under the limit of the cgroup {group.folder}")
 
 
 def _left_in(group: Path, limit_name: str, usage_name: str) -> int | None:

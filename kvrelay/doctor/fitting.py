@@ -36,7 +36,7 @@ def fits(spec: ClusterSpec, machine: Machine, free: FreeMemory, shm_bytes: int, 
     for served in spec.served.values():
         yield model_is_there(served.model)
     if resolved.pools[0].device == "cpu":
-        yield cores(workers_of(resolved), len(machine.cores))
+        yield cores(workers_of(resolved), machine.num_cores)
         yield memory(resolved, free)
     yield shared_memory(shm_bytes, ray_bytes)
 

@@ -235,6 +235,13 @@ def test_too_few_cores_are_not_pinned() -> None:
     assert [(plan.cpus, plan.engine["threads"]) for plan in plans] == [((), 1), ((), 1)]
 
 
+def test_cores_of_which_a_container_has_a_part_are_not_pinned_to() -> None:
+    """Each container would be pinned to the same first ones."""
+    machine = Machine(cores=tuple(range(64)), memory_bytes=4 << 30, core_limit=4)
+    plans = workers_of(resolve(parse_spec(spec_data()), machine))
+    assert [(plan.cpus, plan.engine["threads"]) for plan in plans] == [((), 2), ((), 2)]
+
+
 def test_workers_tell_in_how_few_bits_they_hold_numbers() -> None:
     data = spec_data(quantization="int8", pools=pools({"kv_dtype": "int8"}, {"kv_dtype": "int8"}))
     machine = Machine(cores=(0,), memory_bytes=8 << 30)
