@@ -41,6 +41,7 @@ from cluster.deploy.ray import (
     namespace_of,
     node_host,
     shut_down,
+    why_apart,
     why_full,
 )
 from cluster.deploy.roster import ROUTER, Version
@@ -97,6 +98,10 @@ class Deployment:
         else:
             assert self._address is not None
             join_ray(self._address, self.spec.name)
+            import ray
+
+            if why := why_apart(ray.nodes()):
+                raise DeployError(why)
             self.spec = resolve(self._written, None, node_host=node_host())
             if named_actors():
                 raise DeployError(

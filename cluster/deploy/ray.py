@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import ipaddress
 import logging
 import os
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from worker.wire.knock import knock
@@ -88,6 +89,26 @@ def node_host() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def why_apart(nodes: Iterable[Mapping[str, Any]]) -> str:
+    """Of a Ray's nodes, as it tells them: which one the others cannot reach, in one sentence. Ray takes the address of
+    a host's name where it has no default route, which many hosts file under loopback."""
+    here = {str(node["NodeManagerAddress"]): str(node["NodeManagerHostname"]) for node in nodes if node["Alive"]}
+    unreached = [address for address in here if _is_loopback(address)]
+    if not unreached or len(unreached) == len(here):
+        return ""
+    return (
+        f"Ray knows its node {here[unreached[0]]} as {unreached[0]}, where its other nodes cannot reach it; start it "
+        "with `ray start --node-ip-address=ADDRESS`"
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def ends_within(

@@ -54,7 +54,7 @@ def _of_machine(
 def _of_ray(spec: ClusterSpec, address: str) -> Iterator[Finding]:
     import ray
 
-    from cluster.deploy.ray import DeployError, join_ray, node_host, quiet_stdout
+    from cluster.deploy.ray import DeployError, join_ray, node_host, quiet_stdout, why_apart
 
     try:
         with quiet_stdout():
@@ -65,6 +65,9 @@ def _of_ray(spec: ClusterSpec, address: str) -> Iterator[Finding]:
         return
     try:
         plans = workers_of(resolve(spec, None, node_host=node_host()))
+        if why := why_apart(ray.nodes()):
+            found, _, mend = why.partition("; ")
+            yield Finding(part="Ray", name="addresses", verdict="bad", found=found, mend=mend)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         yield Finding(part="Ray", name="Ray", verdict="good", found=f"{address}: {len(nodes)} nodes")
         bundles = {plan.name: plan.bundle for plan in plans}

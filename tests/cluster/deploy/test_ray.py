@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster.deploy import ray as rays
-from cluster.deploy.ray import DeployError, ends_within, initialized_ray, join_ray, shut_down, why_full
+from cluster.deploy.ray import DeployError, ends_within, initialized_ray, join_ray, shut_down, why_apart, why_full
 
 pytestmark = pytest.mark.unit
 
@@ -43,6 +43,27 @@ def test_a_ray_that_takes_connections_and_says_nothing_is_not_waited_for(monkeyp
     why = r"no Ray answers at --address 127\.0\.0\.1:\d+: timed out; start one with"
     with socket.create_server(("127.0.0.1", 0)) as hanging, pytest.raises(DeployError, match=why):
         join_ray(f"127.0.0.1:{hanging.getsockname()[1]}", "chat")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "why"),
+    [
+        (("127.0.1.1", "10.0.0.2"), "Ray knows its node host-0 as 127.0.1.1, where its other nodes cannot reach it; "),
+        (("10.0.0.1", "::1"), "Ray knows its node host-1 as ::1, where its other nodes cannot reach it; "),
+        (("127.0.0.1", "127.0.0.1"), ""),  # of one machine
+        (("10.0.0.1", "node-b"), ""),
+        (("127.0.1.1",), ""),
+    ],
+)
+def test_a_node_whose_address_is_its_own_alone_is_told(addresses: tuple[str, ...], why: str) -> None:
+    """Its workers would listen there, and all others wait for them until ready_timeout_s."""
+    nodes = [
+        {"NodeManagerAddress": address, "NodeManagerHostname": f"host-{index}", "Alive": True}
+        for index, address in enumerate(addresses)
+    ]
+    gone = {"NodeManagerAddress": "10.0.0.9", "NodeManagerHostname": "gone", "Alive": False}
+    told = why_apart([*nodes, gone])
+    assert told == (why and f"{why}start it with `ray start --node-ip-address=ADDRESS`")
 
 
 @pytest.mark.parametrize(
