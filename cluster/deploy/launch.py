@@ -41,7 +41,7 @@ def launch_controller(running: RunningSpec, log_dir: str, *, loopback: bool) -> 
 
     from cluster.deploy.controller import Controller
 
-    options = _always(CONTROLLER) | {"num_cpus": 0, "max_concurrency": 1000, "scheduling_strategy": _here()}
+    options = _always(CONTROLLER) | {"num_cpus": 0, "max_concurrency": 1000} | here()
     actor = ray.remote(Controller).options(**options)
     launch = partial(launch_worker, running.resolved, log_dir, loopback=loopback)
     return actor.remote(running, log_dir=log_dir, launch=launch)
@@ -132,16 +132,19 @@ def _launch_router(spec: ClusterSpec, index: int, membership: Membership, cluste
     if spec.router.resources:
         options["resources"] = dict(spec.router.resources)
     else:  # so that the endpoint is where one looks for it
-        options["scheduling_strategy"] = _here()
+        options |= here()
     ray.remote(RouterActor).options(**options).remote(spec, index, membership, cluster_id)
 
 
-def _here() -> Any:
-    """Where `up` runs, Ray's head as a rule: hosts that are lost, or cut off from it, take nothing else with them."""
+def here() -> dict[str, Any]:
+    """Options of an actor where `up` runs, Ray's head as a rule: hosts that are lost, or cut off from it, take nothing
+    else with them. With the one byte Ray goes by it: what asks for nothing it puts on any node, and a head may have no
+    CPU to ask for."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    node_id = ray.get_runtime_context().get_node_id()
+    return {"memory": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(node_id, soft=True)}
 
 
 def end_actors(controller: Any | None, timeout_s: float = STOP_TIMEOUT_S) -> None:
