@@ -39,7 +39,7 @@ from worker.steps.run_ahead import BegunBatch, RunAhead
 from worker.steps.watch import WatchedEngine
 from worker.streams.router_link import RouterLink
 from worker.streams.router_streams import RouterStreams
-from worker.wire.rpc import bind, keepalive_options, make_server, secret_door
+from worker.wire.rpc import bind, keepalive_options, make_server, secret_door, written
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Worker(Generic[RoleT]):
     async def start(self) -> pb.WorkerAddress:
         """Listen and run. Raises OSError when the port is taken."""
         port = bind(self._server, self.options.host, self.options.port, self.options.tls)
-        self.address.address = f"{self.options.host}:{port}"
+        self.address.address = written(self.options.host, port)
         await self._server.start()
         self.clock.start()
         self.streams.start()

@@ -19,6 +19,7 @@ from cluster.router.links.worker_link import WorkerEndpoint
 from cluster.router.options import RouterOptions
 from cluster.router.takers import RouterStanding
 from cluster.spec.model import ClusterSpec
+from worker.wire.rpc import written
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,8 @@ class RouterService:
         port = await self._server.start()
         if self._workers:
             self._server.set_workers(self._workers)
-        where = f"[{self._reached_at}]" if ":" in self._reached_at else self._reached_at
-        http_port = self._server.http_port
-        return Listening(f"{where}:{port}", f"{where}:{http_port}" if http_port is not None else "")
+        where, http_port = self._reached_at, self._server.http_port
+        return Listening(written(where, port), written(where, http_port) if http_port is not None else "")
 
     async def wait_serving(self, timeout_s: float) -> str:
         """Why it does not serve by then; empty if it does."""

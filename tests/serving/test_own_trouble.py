@@ -175,6 +175,18 @@ async def test_a_cluster_that_cannot_start_says_why(model_dir: ModelDir) -> None
             pass
 
 
+async def test_workers_at_an_address_of_ipv6_are_reached(model_dir: ModelDir) -> None:
+    """By the router, and by each other: for what they say, and for KV."""
+    there = worker_with(host="::1", transports=("tcp",))
+    async with LocalCluster(str(model_dir("llama")), engine=ENGINE, worker=there, router=ROUTER) as cluster:
+        assert cluster.decode[0].address.address.startswith("[::1]:")
+        client = AsyncClient(cluster.endpoint)
+        answer = await client.generate(PROMPT, **FOUR_TOKENS)
+        assert answer.receipt is not None
+        assert (answer.receipt.transport, answer.receipt.checksums_ok) == ("tcp", True)
+        await client.close()
+
+
 async def test_a_lost_decode_worker_is_forgotten(model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each start of a decode worker is another peer: whoever kept the old ones would grow by one with each crash."""
     monkeypatch.setattr("worker.peers.peers.WANTED_S", 0.2)

@@ -118,16 +118,21 @@ def secret_door(secret: str) -> Door | None:
     return Door(caller_of, "the cluster's secret is missing or wrong") if secret else None
 
 
+def written(host: str, port: int) -> str:
+    """As one is dialled: an address of IPv6 stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def bind(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | None = None) -> int:
     """Listen on host:port (0: any), in plain text without `tls`. Raises OSError with one sentence when the port is
     taken, TlsError."""
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = written(host, port)
     try:
         bound = server.add_secure_port(where, server_credentials(tls)) if tls else server.add_insecure_port(where)
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {_why_not(host, port)}") from error
+        raise OSError(f"cannot listen on {where}: {_why_not(host, port)}") from error
     if bound == 0:
-        raise OSError(f"cannot listen on {host}:{port}: {_why_not(host, port)}")
+        raise OSError(f"cannot listen on {where}: {_why_not(host, port)}")
     return int(bound)
 
 
