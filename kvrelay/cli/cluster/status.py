@@ -132,11 +132,11 @@ def _show(answer: dict[str, Any]) -> None:
         numbers += [worker["losses"]]
         model = [worker["model"] or answer["models"][0]] if several else []
         table.add_row(_name(worker), *model, worker["role"], worker["state"], worker["address"], *map(str, numbers))
-    console = Console()
-    console = console if console.is_terminal else Console(width=PIPED_WIDTH)
+    console = Console(markup=False)  # an address of IPv6 is in brackets
+    console = console if console.is_terminal else Console(markup=False, width=PIPED_WIDTH)
     console.print(table)
     for sentence in troubles(answer):
-        console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+        console.print(sentence, soft_wrap=True, highlight=False)
 
 
 def troubles(answer: dict[str, Any]) -> list[str]:

@@ -23,6 +23,13 @@ def answer(**worker: Any) -> dict[str, Any]:
     return asdict(status_from(cluster_pb2.GetStatusResponse(router_id="r", workers=[of_worker])))
 
 
+def test_addresses_of_ipv6_are_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    status._show(answer(address="[fd00::2]:4711") | {"endpoint": "[fd00::1]:50051"})
+    shown = capsys.readouterr().out
+    assert "r at [fd00::1]:50051: " in shown
+    assert " [fd00::2]:4711 " in shown
+
+
 def test_a_healthy_cluster_has_none() -> None:
     assert troubles(answer(state="ready", circuit="closed", leased_pages=3, step_age_s=0.2)) == []
 
