@@ -247,6 +247,12 @@ def test_every_question_about_a_result_is_answered_in_the_same_form() -> None:
         assert labels == ["Run it", "It does not show", "Raw"], question
 
 
+def test_the_benchmarks_page_begins_with_its_questions() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    listed = re.findall(r"^- \[(.+)\]\(#", page, re.MULTILINE)
+    assert listed == re.findall(r"^## (.+)", page, re.MULTILINE)
+
+
 def test_the_benchmarks_page_takes_every_result() -> None:
     filled = fill("fill_benchmarks").filled
     page = filled((ROOT / "docs" / "benchmarks.md").read_text())
