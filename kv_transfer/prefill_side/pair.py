@@ -53,7 +53,7 @@ class PrefillPair:
         self.is_lost = False
         self.lost_reason = ""
         self.on_lost: Callable[[str], object] | None = None
-        self._stream = stream
+        self._cancel: Callable[[], object] = stream.call.cancel  # who has the call keeps its connection
         self._loop = asyncio.get_running_loop()
         self._handoffs: dict[int, Handoff] = {}
         self._last_lease_id = 0
@@ -75,8 +75,8 @@ class PrefillPair:
             on_sent=partial(call_in_loop, self._loop, self._on_sent),
             on_error=partial(call_in_loop, self._loop, self.lose),
         )
-        self._reader = asyncio.create_task(self._read())
-        self._writer = asyncio.create_task(self._write())
+        self._reader = asyncio.create_task(self._read(stream))
+        self._writer = asyncio.create_task(self._write(stream.call))
 
     def reserve(
         self, request: worker_pb2.RequestState, *, room_tokens: int = 0, on_stalled: Callable[[str], object]
@@ -106,7 +106,6 @@ class PrefillPair:
         await asyncio.wait((self._writer,), timeout=CLOSE_TIMEOUT_S)  # however it ends: the call may be over
         self.lose("the pair is closed")
         await asyncio.gather(self._reader, self._writer, return_exceptions=True)
-        await self._stream.channel.close()
 
     # --- for its handoffs ---
 
@@ -135,27 +134,28 @@ class PrefillPair:
         self._thread.abort()
         for handoff in list(self._handoffs.values()):
             handoff.on_over(HandoffLost(reason))
-        self._stream.call.cancel()
+        cancel, self._cancel = self._cancel, bool
+        cancel()
         self._outgoing.put_nowait(None)
         if self.on_lost is not None:
             self.on_lost(reason)
 
     # --- the stream ---
 
-    async def _write(self) -> None:
+    async def _write(self, call: Any) -> None:
         try:
             while (message := await self._outgoing.get()) is not None:
-                await self._stream.call.write(message)
-            await self._stream.call.done_writing()
+                await call.write(message)
+            await call.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass  # the reader says why
 
-    async def _read(self) -> None:
+    async def _read(self, stream: ControlStream) -> None:
         try:
             with suppress(grpc.aio.AioRpcError):
-                while (message := await self._stream.call.read()) is not grpc.aio.EOF:
+                while (message := await stream.call.read()) is not grpc.aio.EOF:
                     self._on_message(message)
-            code, details = await self._stream.call.code(), await self._stream.call.details()
+            code, details = await stream.call.code(), await stream.call.details()
             self.lose(f"{self.name} ended the pair: {details or code.name}")
         except asyncio.CancelledError:
             self.lose("the pair is closed")
@@ -163,7 +163,7 @@ class PrefillPair:
             log.exception("what %s said cannot be understood", self.name)
             self.lose(f"what {self.name} said cannot be understood: {error!r}")
         finally:
-            await self._stream.channel.close()
+            await stream.channel.close()
 
     def _on_message(self, message: worker_pb2.DecodeMessage) -> None:
         kind = message.WhichOneof("kind")

@@ -472,6 +472,34 @@ async def test_pairs_that_are_gone_keep_no_descriptor() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_pairs_that_are_gone_keep_no_connection(is_lost: bool) -> None:
+    """Nor that. Who goes on living would be pinged over it for ever, by a worker that has another role, say."""
+
+    def num_sockets() -> int:
+        return sum("socket:" in os.path.realpath(path) for path in Path("/proc/self/fd").iterdir())
+
+    memory = random_memory(37, seed=1)
+    gc.collect()
+    gc.disable()
+    try:
+        async with decode_side(options()) as decode:
+            for name in ("a", "b"):
+                before = num_sockets()
+                peer = await connect(decode, options(), memory)
+                await hand_off(decode, peer, name)
+                assert num_sockets() > before
+                if is_lost:
+                    peer.lose("a test asked")
+                else:
+                    await peer.close()
+                async with asyncio.timeout(10.0):
+                    while num_sockets() > before:
+                        await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+
+
 async def test_what_does_not_match_is_refused_with_both_values() -> None:
     async with decode_side(options()) as decode:
         memory = random_memory(50)
