@@ -100,7 +100,7 @@ class Lines:
         return True
 
     def stand_again(self, shape: RequestShape) -> bool:
-        """It is not to be tried alone any more: at the front of its line. Whether it waits."""
+        """It is not to be tried alone any more: it stands among those that are sent again. Whether it waits."""
         line = self._of(shape.id)
         if line is None:
             return False

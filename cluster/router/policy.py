@@ -237,7 +237,7 @@ class RouterPolicy:
         """Workers for a new request, a place in the queue, or why not.
 
         One that `is_resent` (it had an attempt before) is never rejected for a full queue and goes before all of its
-        priority.
+        priority that had none.
         """
         assert shape.id not in self._requests, f"{shape.id} is assigned already"
         absent = self.missing_phase

@@ -8,9 +8,9 @@ of one client, and clients take turns: the next is of the one with the least ser
 line and of answers (`charge`), each client's divided by its weight. One that comes back to the line begins no lower
 than the least of those in it (VTC: Sheng et al., OSDI 2024), so that nobody saves turns up. While two clients have
 prompts in line, what they get differs, so divided, by no more than one prompt and the answers that run of the one that
-is ahead. Those that are sent again go to the front of their priority, and those of which a prefill worker may have died
-stand beside the others and wait for one that tries no other. A request for which there are no pages may be passed by
-smaller ones, so many times.
+is ahead. Those that are sent again go before the others of their priority, first come first served, and those of which
+a prefill worker may have died stand beside the others and wait for one that tries no other. A request for which there
+are no pages may be passed by smaller ones, so many times.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ MIN_RETRY_S, MAX_RETRY_S = 0.1, 30.0
 MOST_OLDER = 8  # times as many places of lines, older ones among them, are kept as there are lines
 FRONT = float("-inf")  # the turn of one that is sent again
 Place = tuple[int, float, int]  # priority, turn and number of arrival: lower ones go first
+Line = tuple[str, int, bool]  # owner, priority, and whether they are sent again
 
 
 @dataclass(slots=True)
@@ -41,7 +42,8 @@ class Waiting:
     owner: str
     priority: int
     weight: float
-    arrival: int  # those that are sent again: below 0, the last of them the lowest
+    arrival: int
+    is_resent: bool
     is_tried: bool  # it waits to be tried alone, beside the line
     passed: int = 0  # times that a smaller one went before it
 
@@ -51,23 +53,18 @@ class Waiting:
         return self.prompt_len.bit_length()
 
     @property
-    def line(self) -> tuple[str, int]:
-        return self.owner, self.priority
-
-    @property
-    def is_resent(self) -> bool:
-        return self.arrival < 0
+    def line(self) -> Line:
+        return self.owner, self.priority, self.is_resent
 
 
 class WaitingQueue:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._waiting: dict[str, Waiting] = {}
-        # by owner and priority, none of them empty: the next to go first
-        self._lines: dict[tuple[str, int], OrderedDict[str, None]] = {}
-        self._by_size: dict[tuple[int, str, int], OrderedDict[str, None]] = {}  # of those in line, by size, likewise
+        self._lines: dict[Line, OrderedDict[str, None]] = {}  # none of them empty: the next to go first
+        self._by_size: dict[tuple[int, Line], OrderedDict[str, None]] = {}  # of those in line, by size, likewise
         self._served: dict[int, dict[str, float]] = {}  # by priority, while it has a line, and owner: see `charge`
         self._heads = _Heads(self._lines, self._place_of)
-        self._heads_of_size: dict[int, _Heads[tuple[int, str, int]]] = {}
+        self._heads_of_size: dict[int, _Heads[tuple[int, Line]]] = {}
         self._lines_of: Counter[int] = Counter()  # by priority
         self._tried: OrderedDict[str, None] = OrderedDict()  # beside the line
         self._first = ""  # in line; empty: to be looked up
@@ -117,13 +114,15 @@ class WaitingQueue:
     def before(self, request_id: str, most: int) -> list[str]:
         """Of those that go before one that has just come so many: the first in line, the last of its own client's."""
         waiting = self._waiting[request_id]
-        stands_last = not (waiting.is_tried or waiting.is_resent)
-        own = list(islice(reversed(self._lines[waiting.line]), 1, most)) if stands_last else []
+        own = [] if waiting.is_tried else list(islice(reversed(self._lines[waiting.line]), 1, most))
         return [each for each in dict.fromkeys([self.first, *reversed(own)]) if each not in ("", request_id)]
 
     def is_behind(self, priority: int, *, is_resent: bool) -> bool:
-        """Whether all in line go after a new one of this priority, or one of it that is sent again."""
-        return not (first := self.first) or priority + (not is_resent) <= self._waiting[first].priority
+        """Whether all in line would go after a new one of this priority, or one of it that is sent again."""
+        if not (first := self.first):
+            return True
+        before = self._waiting[first]
+        return (priority, not is_resent) < (before.priority, not before.is_resent)
 
     def in_order(self) -> Iterator[str]:
         """Who may go next: the first of those that are tried alone, then the first in line. Who goes on asking wants
@@ -171,8 +170,9 @@ class WaitingQueue:
         if not self._waiting:
             self._computed_s, self._computed_tokens = array("d"), array("d")
         self._arrivals += 1
-        arrival = -self._arrivals if is_resent else self._arrivals
-        waiting = Waiting(shape.prompt_len, shape.owner, shape.priority, shape.weight, arrival, is_tried)
+        waiting = Waiting(
+            shape.prompt_len, shape.owner, shape.priority, shape.weight, self._arrivals, is_resent, is_tried
+        )
         self._requests.take(shape.owner)
         self._tokens.take(shape.owner, shape.prompt_len)
         if is_tried:
@@ -183,10 +183,9 @@ class WaitingQueue:
             self._lift(waiting)
             self._lines_of[waiting.priority] += 1
         self._waiting[shape.id] = waiting
-        size = waiting.size, *waiting.line
+        size = waiting.size, waiting.line
         for ids in (self._lines.setdefault(waiting.line, OrderedDict()), self._by_size.setdefault(size, OrderedDict())):
             ids[shape.id] = None
-            ids.move_to_end(shape.id, last=not is_resent)
         self._on_head(waiting.line, waiting.size)
         if self._first and self._place_of(shape.id) < self._place_of(self._first):
             self._first = shape.id
@@ -202,7 +201,7 @@ class WaitingQueue:
         first = self._waiting.get(self.first)
         if first is not None and first.priority == priority and not first.is_resent:
             return served[first.owner]
-        return min([served[owner] for owner, of in self._lines if of == priority], default=0.0)
+        return min([served[owner] for owner, of, _ in self._lines if of == priority], default=0.0)
 
     def take(self, request_id: str) -> None:
         """It is assigned: that is service, but of one that is sent again, which had it."""
@@ -217,11 +216,12 @@ class WaitingQueue:
         if served is None or owner not in served:
             return
         served[owner] += service
-        self._heads.note((owner, priority))
+        line = owner, priority, False  # those that are sent again have no turn
+        self._heads.note(line)
         for size, heads in self._heads_of_size.items():
-            heads.note((size, owner, priority))
+            heads.note((size, line))
         self._passers = None
-        if self._first and self._waiting[self._first].line == (owner, priority):
+        if self._first and self._waiting[self._first].line == line:
             self._first = ""
 
     def drop(self, request_id: str) -> bool:
@@ -235,7 +235,7 @@ class WaitingQueue:
             del self._tried[request_id]
         else:
             _take_out(self._lines, waiting.line, request_id)
-            _take_out(self._by_size, (waiting.size, *waiting.line), request_id)
+            _take_out(self._by_size, (waiting.size, waiting.line), request_id)
             self._on_head(waiting.line, waiting.size)
             if request_id == self._first:
                 self._first = ""
@@ -245,12 +245,12 @@ class WaitingQueue:
                     del self._served[waiting.priority], self._lines_of[waiting.priority]
         return True
 
-    def _on_head(self, line: tuple[str, int], size: int) -> None:
+    def _on_head(self, line: Line, size: int) -> None:
         """Another stands first in a line, or its turn is another."""
         self._passers = None
         self._heads.note(line)
         heads = self._heads_of_size.setdefault(size, _Heads(self._by_size, self._place_of))
-        heads.note((size, *line))
+        heads.note((size, line))
 
     # how much, how long
 
@@ -316,18 +316,19 @@ class WaitingQueue:
         assert self._waiting.keys() == in_line | beside, "one who waits stands nowhere"
         assert self.first == self._first_of(self._lines.values()), "the first in line is another"
         assert self._passers is None or self._passers == self._smaller(self.first), "others may pass it"
-        assert self._served.keys() == {priority for _, priority in self._lines}, "turns are kept of a line that is gone"
+        kept = {priority for _, priority, _ in self._lines}
+        assert self._served.keys() == kept, "turns are kept of a line that is gone"
         for of, line in self._lines.items():
             assert of[0] in self._served[of[1]], f"nobody counts what {of} gets"
             assert line, f"the line of {of} is empty and still there"
             assert list(line) == sorted(line, key=self._place_of), f"the line of {of} is out of order"
-        for (size, owner, priority), ids in self._by_size.items():
-            same = [i for i in self._lines[owner, priority] if self._waiting[i].size == size]
-            assert same, f"size {size} of {owner!r} is empty and still there"
-            assert list(ids) == same, f"size {size} of {owner!r} is wrong"
+        for (size, of), ids in self._by_size.items():
+            same = [i for i in self._lines[of] if self._waiting[i].size == size]
+            assert same, f"size {size} of {of} is empty and still there"
+            assert list(ids) == same, f"size {size} of {of} is wrong"
 
 
-Key = TypeVar("Key", tuple[str, int], tuple[int, str, int])
+Key = TypeVar("Key", Line, tuple[int, Line])
 
 
 class _Heads(Generic[Key]):

@@ -403,6 +403,32 @@ def test_a_resent_request_passes_the_queue_and_its_bounds() -> None:
     assert nxt.request_id == "again"
 
 
+def test_those_that_are_sent_again_go_first_come_first_served() -> None:
+    policy = cluster("p0", "d0", options=RouterOptions(max_backlog_tokens=100))
+    assigned(policy.assign(shape("a", 90), 0.0))
+    for name in ("b", "c", "d"):
+        assert isinstance(policy.assign(shape(name, 50), 0.0, is_resent=name != "b"), Queued)
+    policy.on_first_token("a", 1.0)
+    assert [assigned_id(policy.next_assignable(1.0)) for _ in range(2)] == ["c", "d"]
+    policy.check_invariants()
+
+
+def test_one_that_is_sent_again_and_has_no_pages_is_passed_only_so_often_by_others_that_are() -> None:
+    policy = cluster("p0", "d0", pages=20, options=RouterOptions(max_passes=2, overcommit=0.0))
+    assigned(policy.assign(shape("runs", 100), 0.0))
+    assert isinstance(policy.assign(shape("large", 250), 0.0, is_resent=True), Queued)
+    passed = []
+    for number in range(5):
+        policy.assign(shape(f"small-{number}", 10, 2), 0.0, is_resent=True)
+        while name := assigned_id(policy.next_assignable(0.0)):
+            passed.append(name)
+        policy.check_invariants()
+    assert passed == ["small-0", "small-1"]
+    for name in ("runs", *passed):
+        policy.on_finished(name)
+    assert assigned_id(policy.next_assignable(1.0)) == "large"
+
+
 # losing
 
 

@@ -190,7 +190,7 @@ def test_what_two_in_line_get_differs_by_one_prompt_and_the_answers_that_run(see
     numbers = 0
     for number in range(1000):
         for owner, weight in weights.items():
-            while len(queue._lines.get((owner, 0), ())) < 2 or rng.random() < 0.2:
+            while len(queue._lines.get((owner, 0, False), ())) < 2 or rng.random() < 0.2:
                 numbers += 1
                 queue.add(shape(owner, numbers, rng.randint(1, most), weight), is_resent=False)
         if rng.random() < 0.3:
