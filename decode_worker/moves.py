@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from decode_worker.policy import DecodePolicy
 from decode_worker.reservations import HeldAnswer
@@ -42,7 +41,7 @@ class _Move:
     request: HeldAnswer
     target: pb.WorkerAddress
     number: int
-    over: asyncio.Future[None]  # the request has ended
+    work: asyncio.Task[HandoffReceipt] | None = None  # ends at once when the request does
     handoff: Handoff | None = None
     is_open: bool = False  # the policy knows of it
     is_copied: bool = False  # now, within its bound
@@ -78,21 +77,22 @@ class Moves:
         request = self._requests.get(request_id)
         if request is None:
             return  # its end is on its way to the router
-        loop = asyncio.get_running_loop()
-        move = _Move(request=request, target=target, number=wanted.number, over=loop.create_future())
+        move = _Move(request=request, target=target, number=wanted.number)
         if request_id in self._moves or not self._policy.may_move(request_id):
             why = f"{self._host.options.name} has nothing of it to move now"
             self._tell_failed(move, Undelivered(why, pb.FAILURE_CAUSE_ROOM, target.name))
             return
         self._moves[request_id] = move
-        task = loop.create_task(self._run(move))
+        loop = asyncio.get_running_loop()
+        move.work = loop.create_task(self._hand_over(move))
+        task = loop.create_task(self._run(move, move.work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def drop(self, request_id: str) -> None:
-        """The request is over."""
-        if (move := self._moves.pop(request_id, None)) is not None:
-            move.over.set_result(None)
+        """The request is over: nothing more of it is sent. It may have more tokens than were reserved for."""
+        if (move := self._moves.pop(request_id, None)) is not None and move.work is not None:
+            move.work.cancel()
 
     def on_step(self) -> None:
         for move in self._moves.values():
@@ -107,11 +107,7 @@ class Moves:
         """Until none is under way; whose requests are over."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _run(self, move: _Move) -> None:
-        work = asyncio.get_running_loop().create_task(self._hand_over(move))
-        either: set[asyncio.Future[Any]] = {work, move.over}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        work.cancel()
+    async def _run(self, move: _Move, work: asyncio.Task[HandoffReceipt]) -> None:
         await asyncio.wait({work})
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
         if error is not None and move.is_open:
