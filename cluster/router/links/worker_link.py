@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
 HELLO_TIMEOUT_S = 5.0
 BEATS_A_PING = 2
+HUNG_UP = " in the TLS handshake; see whether its time of day and its tls.ca let this router's certificate pass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +220,7 @@ class WorkerLink:
             try:
                 await self._serve_once()
             except (grpc.aio.AioRpcError, WorkerRefused, TlsError, TimeoutError) as error:
-                self._lose(_sentence(error), is_death=self._tells_of_death(error))
+                self._lose(_sentence(error, self._tls), is_death=self._tells_of_death(error))
             except Exception as error:  # our bug: it must neither end the link nor stay unseen
                 log.exception("the link to %s failed", self.name)
                 self._lose(f"{type(error).__name__}: {error}", is_death=False)
@@ -346,9 +347,12 @@ class WorkerLink:
             log.exception("the loss of %s was not dealt with", self.name)
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException, tls: TlsFiles | None) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details() or 'the stream broke'}"
+        details = error.details() or "the stream broke"
+        if tls is not None and details.startswith("failed to connect") and details.endswith("Socket closed"):
+            details += HUNG_UP
+        return f"{error.code().name}: {details}"
     if isinstance(error, TimeoutError):
         return f"it did not say hello within {HELLO_TIMEOUT_S:g} s"
     return str(error)
