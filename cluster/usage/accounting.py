@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 DRAIN_S = 1.0
 HOUR_S = 3600
+NO_END = 1 << 62  # an hour that databases can hold, and no clock shows
 
 
 class Accounting:
@@ -116,12 +117,13 @@ class Accounting:
             self._owed[hour, key] = Counts(*map(operator.add, owed, added))
 
     async def read(self, since_s: float, until_s: float, key: str | None) -> list[Used]:
-        """What was used up to now, of every hour that has a part in this time; `until_s` 0: no end. Raises
-        DatabaseError, also where what was used here could not be added."""
+        """What was used up to now, of every hour that has a part in this time; `until_s` 0: no end, for some of it may
+        have been counted while a clock stood ahead. Raises DatabaseError, also where what was used here could not be
+        added."""
         await self._drain()
         if self._owed:
             raise DatabaseError("the ledger of what is used here cannot grow, and what has no room is not added")
-        until = -int(-until_s // HOUR_S) if until_s else self._look() + 1
+        until = -int(-until_s // HOUR_S) if until_s else NO_END
         return await self._ask(lambda: self._database.read(int(since_s // HOUR_S), until, key))
 
     async def drain(self, *, is_first: bool = False) -> None:

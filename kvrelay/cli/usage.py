@@ -46,8 +46,10 @@ GROUPS: dict[str, Callable[[KeyUsage], str]] = {
     "day": lambda used: f"{_utc(used.hour_s):%Y-%m-%d}",
     "hour": lambda used: f"{_utc(used.hour_s):%Y-%m-%dT%H:00Z}",
 }
-Since = Annotated[str, typer.Option(help="An age, such as 1d, 12h, 30m, or a time in UTC, such as 2026-11-01.")]
-Until = Annotated[str | None, typer.Option(help="Likewise. Default: now.", show_default=False)]
+Since = Annotated[
+    str, typer.Option(help="An age, such as 1d, 12h, 30m, by the clock here, or a time in UTC, such as 2026-11-01.")
+]
+Until = Annotated[str | None, typer.Option(help="Likewise. Default: no end.", show_default=False)]
 
 
 def register(app: typer.Typer) -> None:

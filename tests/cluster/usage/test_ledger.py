@@ -196,3 +196,16 @@ async def test_what_a_full_ledger_has_no_room_for_is_counted_once_it_has(
     found = {used.key: used.counts for used in await accounting.read(0, 0, None)}
     await accounting.stop()
     assert found == dict.fromkeys(keys, Counts(requests=1, generated_tokens=5))
+
+
+async def test_what_was_counted_while_the_clock_stood_ahead_is_told(tmp_path: Path) -> None:
+    now_s = 9 * 3600.0
+    accounting = Accounting(Ledger.open(tmp_path / "l"), SqliteDatabase(tmp_path / "usage.db"), clock=lambda: now_s)
+    accounting.count("anna", Counts(requests=1))
+    now_s = 7 * 3600.0  # it is set right
+    accounting.count("anna", Counts(requests=1))
+    told = await accounting.read(6 * 3600.0, 0, None)
+    ended = await accounting.read(6 * 3600.0, 8 * 3600.0, None)
+    await accounting.stop()
+    assert [(used.hour, used.counts.requests) for used in told] == [(7, 1), (9, 1)]
+    assert [used.hour for used in ended] == [7]
