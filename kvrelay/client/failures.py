@@ -23,8 +23,9 @@ _REACHED = {  # somebody is there, but speaks otherwise
     "KVRELAY_TLS_CA",
     "hostname verification": "the certificate at {} is another name's; call the router by the name in its certificate",
     "http1.x server": "{} speaks HTTP, not gRPC; give the router's port, not its http_port",
-    "socket closed": "{} hung up at once: it wants TLS (--tls, --tls-ca), a certificate of this client (--tls-cert), "
-    "or has as many connections as it takes (max_connections)",
+    "socket closed": "{} hung up at once: it wants TLS (--tls, --tls-ca), a certificate of this client (--tls-cert) "
+    "that its client_ca has signed and whose dates its clock is within, or has as many connections as it takes "
+    "(max_connections)",
 }
 _BROKEN = (
     "stream removed",

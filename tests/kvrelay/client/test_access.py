@@ -166,6 +166,7 @@ def test_the_key_of_http_is_found_where_a_cluster_started_here_serves_it(
     ("details", "sentence"),
     [
         ("Socket closed", "hung up at once: it wants TLS"),
+        ("Socket closed", "that its client_ca has signed and whose dates its clock is within"),
         ("Tls handshake failed: SSL_ERROR_SSL: WRONG_VERSION_NUMBER: Invalid", "speaks plain text, not TLS"),
         ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: unable to get", "give --tls-ca, or KVRELAY_TLS_CA"),
         ("Tls handshake failed: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", "has expired, or the clock"),
