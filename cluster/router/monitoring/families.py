@@ -114,8 +114,9 @@ def _of_workers(workers: Iterable[cluster_pb2.WorkerStatus], model: str) -> Iter
         losses.add_metric(key, worker.losses)
         for cost, value in worker.step_costs.items():
             costs.add_metric((*key, cost), value)
-        for counter in dict.fromkeys((*WORKER_FAILURES, *worker.counters)):
-            events.add_metric((*key, counter), worker.counters.get(counter, 0))
+        if worker.counters:  # one that is not heard has none, and a 0 would be taken for a beginning
+            for counter in dict.fromkeys((*WORKER_FAILURES, *worker.counters)):
+                events.add_metric((*key, counter), worker.counters.get(counter, 0))
     yield from (*found.values(), usage, ready, state, circuit, costs, losses, events)
 
 

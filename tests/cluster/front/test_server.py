@@ -432,6 +432,22 @@ async def test_metrics_say_what_whoever_is_on_call_asks() -> None:
     assert 'kvrelay:router_loop_lag_seconds{model_name="fake"}' in page
 
 
+async def test_a_workers_own_counters_are_told_only_while_it_is_heard() -> None:
+    """Once a counter has been 0, Prometheus takes all that it tells for new: old failures would raise an alarm."""
+    options = server_options(port=0, metrics_port=0, dead_after_s=0.2, lost_after_s=0.4)
+    async with serving(options=options) as h:
+        assert (
+            'kvrelay:worker_events_total{counter="chunks_failed",model_name="fake",worker="decode-0"'
+            in await page_of(h)
+        )
+        h.decode().is_silent = True
+        await h.until(lambda: h.count("workers_lost") == 1)
+        page = await page_of(h)
+        assert [line for line in page.splitlines() if "worker_events" in line and "decode-0" in line] == []
+        assert 'worker_losses_total{model_name="fake",worker="decode-0",worker_type="decode"} 1.0' in page
+        h.decode().is_silent = False
+
+
 async def test_each_request_leaves_one_line_where_that_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvrelay.requests")
     async with serving(options=server_options(port=0, log_requests="json")) as h:
