@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.front.server import server_options
 from cluster.router.links.worker_link import LinkState
 from cluster.router.monitoring.exposing import text_of
-from cluster.router.monitoring.families import WORKER_FAILURES
+from cluster.router.monitoring.families import PREFIX, WORKER_FAILURES, WORKER_GAUGES
 from tests.cluster.harness import request, serving
 from tests.cluster.router.test_trouble import fail_to_reach
 from worker.roles import ROLES
@@ -34,6 +34,7 @@ VALUES = {  # that no traffic of a test brings
     "job": {"kvrelay"},
 }
 PARTS = ("lhs", "rhs", "expr", "param", "vector_selector")
+OF_WORKERS = {*(PREFIX + name for name in WORKER_GAUGES), f"{PREFIX}worker_events_total", f"{PREFIX}workers_lost_total"}
 Told = dict[str, dict[str, set[str]]]  # by metric: its labels, and the values that they have
 
 
@@ -112,6 +113,14 @@ def test_each_failure_that_workers_count_is_watched() -> None:
     asked = [each for expression in expressions() for each in selectors(expression)]
     watched = {value for each in asked for matcher in each.matchers.matchers for value in values(matcher)}
     assert {*WORKER_FAILURES} <= watched
+
+
+def test_no_panel_sums_over_routers_what_each_of_them_tells_of_a_worker() -> None:
+    """Two routers would show twice the requests, pages and failures that there are."""
+    targets = [target["expr"] for panel in PANELS for target in panel.get("targets", ())]
+    for expression in targets:
+        names = {each.name for each in selectors(expression.replace("$__rate_interval", "5m"))}
+        assert not (expression.startswith("sum") and names & OF_WORKERS), expression
 
 
 def test_the_page_says_what_to_do_at_each_alert() -> None:
