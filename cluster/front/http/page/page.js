@@ -16,7 +16,7 @@ let ended = [], deeds = [], history = [], last = null, isPaused = false;
 
 async function watch() {
   try {
-    const answer = await fetch("/watch", { headers: headers() });
+    const answer = await fetch("watch", { headers: headers() });
     if (answer.status === 401) return askForToken();
     if (!answer.ok) throw new Error((await answer.json()).error.message);
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -18,7 +18,7 @@ async function told(path) {
 export async function askForSlow(isIdle) {
   if (!isIdle()) {
     try {
-      kept = (await told(`/v1/requests?last=${LAST}`)).requests;
+      kept = (await told(`v1/requests?last=${LAST}`)).requests;
       say($("slow-note"), kept.length ? "A request's name opens its timeline." : "No request was slow, or failed.");
     } catch {
       kept = [];
@@ -56,7 +56,7 @@ async function showTimeline({ request_id, choice }) {
   $("spans").replaceChildren();
   $("timeline").showModal();
   try {
-    const { choices } = await told(`/v1/requests/${encodeURIComponent(request_id)}`);
+    const { choices } = await told(`v1/requests/${encodeURIComponent(request_id)}`);
     const request = choices.find((each) => each.choice === choice) || choices[0];
     say($("timeline-about"), about(request));
     $("spans").replaceChildren(...request.spans.map((span) => part(span, request)));

@@ -17,6 +17,7 @@ from cluster.front.http import listening
 from cluster.front.http.chat import ChatTemplates
 from cluster.front.http.schemas import CompletionRequest
 from cluster.front.http.streams import NESTED, WRITE_BYTES, event, json_pieces
+from cluster.front.http.watching import FILES
 from engine.types import InvalidRequest
 from tests.cluster.front.http.harness import MARKS, Http, http, words
 from tests.cluster.harness import request
@@ -636,10 +637,17 @@ async def test_the_page_is_open_and_what_it_shows_is_not() -> None:
         stranger = {"Authorization": ""}
         page = await h.raw.get("/", headers=stranger)
         assert page.status_code == 200
-        for path in re.findall(r'(?:href|src)="(/page/[^"]+)"', page.text):
-            assert (await h.raw.get(path, headers=stranger)).status_code == 200, path
+        for path in (parts := re.findall(r'(?:href|src)="(page/[^"]+)"', page.text)):
+            assert (await h.raw.get(f"/{path}", headers=stranger)).status_code == 200, path
+        assert len(parts) == 2
         assert (await h.raw.get("/page/../app.py", headers=stranger)).status_code in (401, 404)
         assert (await h.raw.get("/watch", headers=stranger)).status_code == 401
+
+
+def test_the_page_asks_for_nothing_from_the_root_of_its_host() -> None:
+    """A proxy may have it under a path of its own (nginx: location /chat/ { proxy_pass http://127.0.0.1:8000/; })."""
+    for name, path in FILES.items():
+        assert re.findall(r"""["'`(]/\w+""", path.read_text()) == [], name
 
 
 async def test_watching_tells_the_status_and_who_has_ended() -> None:
