@@ -456,7 +456,8 @@ def _stub(kind: Any, channel: Any) -> Any:
 
 def _checked(endpoint: str) -> str:
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    is_url = host.lower().startswith(("http://", "https://"))  # gRPC would look for a host of that name
+    if not host or is_url or not port.isdigit() or not 0 < int(port) < 65536:
         raise KvrelayError("INVALID_ARGUMENT", f"endpoint is {endpoint!r}; give host:port, such as {DEFAULT_ENDPOINT}")
     if _is_ipv6(host):
         raise KvrelayError("INVALID_ARGUMENT", f"endpoint is {endpoint!r}; give [{host}]:{port}")

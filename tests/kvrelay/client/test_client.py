@@ -169,6 +169,12 @@ def test_an_ipv6_address_wants_brackets() -> None:
     Client("[::1]:51308").close()
 
 
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:50051", "HTTPS://router:50051"])
+def test_a_url_is_no_endpoint(endpoint: str) -> None:
+    with pytest.raises(KvrelayError, match=f"endpoint is '{endpoint}'; give host:port"):
+        Client(endpoint)
+
+
 class HttpOnly(BaseRequestHandler):
     def handle(self) -> None:
         self.request.sendall(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
