@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.router.monitoring.families import PREFIX, Scrape, families
 from cluster.router.monitoring.metrics import COUNTERS
-from cluster.router.monitoring.scraping import ScrapeServer
+from cluster.router.monitoring.scraping import Application, ScrapeServer
 from worker.wire.tls import TlsFiles
 
 if TYPE_CHECKING:
@@ -37,7 +37,17 @@ def expose(
     """
     from prometheus_client import make_wsgi_app
 
-    return ScrapeServer(host, port, make_wsgi_app(_registry(scrapes)), may_enter=may_enter, tls=tls)
+    app = _in_text(make_wsgi_app(_registry(scrapes)))
+    return ScrapeServer(host, port, app, may_enter=may_enter, tls=tls)
+
+
+def _in_text(app: Application) -> Application:
+    """Whatever a scraper would rather have: prometheus_client's OpenMetrics has `_` in a name for its `:`."""
+
+    def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        return app(environ | {"HTTP_ACCEPT": "text/plain"}, start_response)
+
+    return answer
 
 
 def _registry(scrapes: Scrapes) -> CollectorRegistry:

@@ -387,9 +387,19 @@ async def test_metrics_are_served_under_vllms_names() -> None:
         assert 'kvrelay:num_requests_running{model_name="fake",worker="decode-0",worker_type="decode"} 0.0' in page
 
 
-async def page_of(h: Harness) -> str:
-    url = f"http://127.0.0.1:{h.server.metrics_port}/metrics"
-    return (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=20).read())).decode()  # type: ignore[no-any-return]
+async def page_of(h: Harness, **headers: str) -> str:
+    asked = urllib.request.Request(f"http://127.0.0.1:{h.server.metrics_port}/metrics", headers=headers)
+    return (await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=20).read())).decode()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("escaping", ["", ";escaping=allow-utf-8", ";escaping=underscores"])
+async def test_prometheus_gets_the_names_that_dashboards_and_alerts_ask_for(escaping: str) -> None:
+    """It would rather have OpenMetrics, in which prometheus_client writes kvrelay_ for kvrelay:."""
+    accepts = f"application/openmetrics-text;version=1.0.0{escaping},text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    async with serving(options=server_options(port=0, metrics_port=0)) as h:
+        page = await page_of(h, Accept=accepts)
+    assert 'kvrelay:requests_total{model_name="fake"} 0.0' in page
+    assert "kvrelay_" not in page
 
 
 async def test_a_scrape_reads_what_lives_in_the_event_loop_only(monkeypatch: pytest.MonkeyPatch) -> None:
