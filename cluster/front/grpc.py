@@ -55,6 +55,8 @@ class GenerateService:
         except TimeoutError:
             reason = f"its client took nothing for {stalls.bound_s:g} s"
             raise RequestFailed(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, retry_after_s=1.0) from None
+        except grpc.aio.InternalError:  # of a write that waits gRPC may say so before it cancels the call
+            raise asyncio.CancelledError("the client went away") from None
 
     async def generate_once(
         self, request: generate_pb2.GenerateRequest | None, context: Any

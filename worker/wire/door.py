@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 FIRST_MESSAGE_S = 2.0  # that a caller is heard who is to be refused
 MAX_HEARD = 64  # of those at once: each may send a message
 LOG_GAP_S = 10.0
+QUIET = ("Invalid encoding on", "ExecuteBatchError raised in core")  # of a client that left while it was written to
 logging.getLogger("grpc._cython.cygrpc").addFilter(  # else anybody fills the log, or a mistyped token stands in it
-    lambda record: not str(record.msg).startswith("Invalid encoding on")
+    lambda record: not record.getMessage().startswith(QUIET)
 )
 Metadata = Sequence[tuple[str, str | bytes]]
 CALLER: ContextVar[str] = ContextVar("CALLER", default="")  # the name that the caller is known by; empty: it has none

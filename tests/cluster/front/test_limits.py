@@ -382,3 +382,19 @@ async def test_a_refusal_that_comes_after_the_calls_end_is_no_error() -> None:
     """Else gRPC writes a traceback into the router's log."""
     with pytest.raises(asyncio.CancelledError):
         await limits.refuse(PastContext(), grpc.StatusCode.DEADLINE_EXCEEDED, "it took too long")
+
+
+class LeftContext(DeafContext):
+    """A call whose client has taken nothing, and leaves."""
+
+    async def write(self, message: object) -> None:
+        raise ExecuteBatchError("Failed execute_batch")
+
+
+async def test_a_slow_client_that_leaves_has_cancelled_and_is_no_defect() -> None:
+    """UNKNOWN pages whoever is on call."""
+    async with serving() as h:
+        with pytest.raises(asyncio.CancelledError):
+            await service_of(h, FrontOptions()).generate(request(), LeftContext())
+        assert +h.router.metrics.codes == {"CANCELLED": 1}
+        await h.until(lambda: h.router.num_in_flight == 0)

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc._cython.cygrpc import ExecuteBatchError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
@@ -53,11 +54,12 @@ class Called:
 
 
 @asynccontextmanager
-async def serving(the_door: door.Door) -> AsyncIterator[Called]:
+async def serving(the_door: door.Door, **unary: Any) -> AsyncIterator[Called]:
     server = rpc.make_server(the_door)
     handlers = {
         "WhoAmI": grpc.unary_unary_rpc_method_handler(whoami),
         "Echo": grpc.stream_stream_rpc_method_handler(echo),
+        **{name: grpc.unary_unary_rpc_method_handler(behaviour) for name, behaviour in unary.items()},
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("t.Test", handlers),))
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
@@ -127,6 +129,21 @@ async def test_bytes_that_are_no_text_are_a_wrong_token_and_nothing_else(caplog:
                 assert status is None or status == UNAUTHENTICATED.value[0], value  # None: gRPC resets the stream
             assert await h.answer() is UNAUTHENTICATED
             assert not [record for record in caplog.records if record.name != door.log.name]
+
+
+async def test_a_client_that_leaves_while_it_is_answered_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    has_left = asyncio.Event()
+
+    async def leave(_: bytes, context: Any) -> bytes:
+        """As gRPC tells a handler of it."""
+        has_left.set()
+        raise ExecuteBatchError("Failed execute_batch")
+
+    async with serving(public(), Leave=leave) as h:
+        call = h.channel.unary_unary("/t.Test/Leave")(b"", metadata=(("authorization", f"Bearer {TOKEN}"),))
+        await has_left.wait()
+        call.cancel()
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("method", ["WhoAmI", "Echo"])
