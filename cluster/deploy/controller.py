@@ -373,7 +373,7 @@ class Controller:
     async def _replace_if_hung(self, name: str) -> None:
         reason = self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s())
         if reason and await self._is_in_charge(name, reason):
-            await self._replace(name, reason)
+            await self._replace(name, f"{reason}{_and_full()}")
 
     async def _is_in_charge(self, name: str, reason: str) -> bool:
         """Not while Ray itself does not answer, which keeps an order to kill and carries it out once it can, be all
@@ -456,8 +456,7 @@ class Controller:
         if isinstance(error, ActorDiedError):
             self._roster.on_failed(name, f"its process ended: {' '.join(str(error).split())}")
         else:  # Ray knows no more by now than that it restarts it
-            full = f", and {why}" if (why := why_full()) else ""
-            self._roster.on_lost(name, incarnation, f"its process ended; its log may say why{full}")
+            self._roster.on_lost(name, incarnation, f"its process ended; its log may say why{_and_full()}")
             self._liveness.on_lost(name, self._awake.now_s())
         await self._after_loss(name)
 
@@ -549,6 +548,11 @@ def _restore(running: RunningSpec, saved: dict[str, Any]) -> None:
         running.restore(saved)
     except SpecError as error:  # an actor whose constructor fails is gone for good
         logger.error("the cluster's last spec cannot be read, and it goes on with its first: %s", error)
+
+
+def _and_full() -> str:
+    """What may have kept a process from its work, if that can be told."""
+    return f", and {why}" if (why := why_full()) else ""
 
 
 def _load_timeout_s(spec: ClusterSpec) -> float:

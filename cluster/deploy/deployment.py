@@ -49,11 +49,16 @@ from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
 from cluster.spec.sources import Sources
 from engine.cgroups import core_limit, memory_limit_bytes
+from engine.process_room import ProcessRoom, process_room
 from worker.wire.secrets import Secrets
 
 log = logging.getLogger(__name__)
 
 CONTROLLER_RETRY_S = 0.2
+THREADS_OF_RAY, THREADS_OF_MEMBER = (
+    96,
+    28,
+)  # at least: of Ray, `up` and the controller; of a router or a worker's process
 POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal or a dead controller is noticed
 
 
@@ -86,6 +91,8 @@ class Deployment:
         machine = this_machine() if self._local is not None else None
         if self._local is not None and machine is not None:
             self.spec = resolve(self._written, machine, node_host=LOOPBACK)
+            if why := why_crowded(self.spec, process_room()):
+                raise DeployError(why)
             if machine.gpus and machine.why_no_cuda:
                 log.warning("workers run on the CPU although a GPU is here: %s", machine.why_no_cuda)
             try:
@@ -122,7 +129,7 @@ class Deployment:
         """How all stand (Roster.snapshot): at once the first time, then when something has changed or after a while.
 
         A controller that hangs, or that Ray is starting, is waited for until `deadline_s` (monotonic). Raises
-        DeployError then, and when it is gone for good or Ray is, or cannot be started for a full disk.
+        DeployError then, and when it is gone for good or Ray is, or cannot be started as nothing can (`why_full`).
         """
         from ray.exceptions import ActorDiedError, ActorUnavailableError
 
@@ -214,6 +221,16 @@ class Deployment:
         return self._log_dir or "Ray's session directory on each node"
 
 
+def why_crowded(spec: ClusterSpec, room: ProcessRoom | None) -> str:
+    """Why a cluster with a Ray of its own cannot run where so many more processes and threads may be started, in one
+    sentence: one of Ray's processes would end for it, or none would ever come."""
+    members = spec.router.replicas + sum(pool.replicas * pool.processes for pool in spec.pools)
+    wanted = THREADS_OF_RAY + THREADS_OF_MEMBER * members
+    if room is None or room.left >= wanted:
+        return ""
+    return f"only {room}, and this cluster takes {wanted} at least; raise that limit"
+
+
 def this_machine() -> Machine:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit_bytes, limit = memory_limit_bytes(), core_limit()
@@ -263,8 +280,12 @@ def follow(deployment: Deployment) -> Iterator[dict[str, Any]]:
     """Snapshots until all are ready or one has failed. Raises DeployError with one sentence for each failure."""
     timeout_s = deployment.spec.ready_timeout_s
     deadline = time.monotonic() + timeout_s
+    is_told = False
     while True:
         snapshot = deployment.next_snapshot(deadline_s=deadline)
+        if not is_told and not snapshot["is_ready"] and (why := why_full()):
+            log.warning("%s", why)  # threads of libraries are waited for without end
+            is_told = True
         yield snapshot
         if snapshot["failed"]:
             raise DeployError("\n".join(snapshot["failed"]), is_a_crash=snapshot["has_crashed"])

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from engine.process_room import process_room
 from worker.wire.knock import knock
 
 CONNECT_TIMEOUT_S = 5.0
@@ -25,6 +26,7 @@ ANSWER_TIMEOUT_S = 5.0
 LOOK_S = 0.1
 SHUTDOWN_S = 10.0
 LEAST_FREE_BYTES = 4 << 20  # of the disk of Ray's folder: processes begin logs and sockets there
+THREADS_OF_AN_ACTOR = 32  # at least, once it serves; an idle one of Ray's has 24
 RESET_S = 0.01  # Ray's own shutdown gives signals their defaults back: how long that may stand
 
 
@@ -159,8 +161,15 @@ def named_actors() -> list[str]:
 
 
 def why_full() -> str:
-    """Where the disk of the folder in which this process's Ray keeps its files is full, so that no process starts: one
-    sentence. Empty where it is not, or nobody knows."""
+    """Why no process starts here, in one sentence: its user may have no more, or the disk of the folder in which this
+    process' Ray keeps its files is full. Empty where neither is so, or nobody knows."""
+    room = process_room()
+    if room is not None and room.left < THREADS_OF_AN_ACTOR:
+        return f"only {room}; raise that limit"
+    return _why_disk_full()
+
+
+def _why_disk_full() -> str:
     from ray._private import worker
 
     try:

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from cluster.deploy import deployment as deployments
-from cluster.deploy.deployment import Deployment
+from cluster.deploy.deployment import Deployment, follow, why_crowded
 from cluster.deploy.ray import DeployError
 from cluster.deploy.roster import Version
 from cluster.spec.load import parse_spec
 from cluster.spec.resolve import Machine
+from engine.process_room import ProcessRoom
 from worker.wire.secrets import Secrets
 
 pytestmark = pytest.mark.unit
@@ -137,6 +138,33 @@ def test_a_controller_that_a_full_disk_keeps_from_starting_is_not_waited_for(mon
     with pytest.raises(DeployError) as told:
         deployment(LocalRay(), Controller(ConnectionError())).next_snapshot()
     assert str(told.value) == "the controller does not start, and the disk is full"
+
+
+def test_what_would_find_no_threads_is_refused_before_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own processes end, or stand, with a flood of messages or with none."""
+    spec = parse_spec({"model": "./m", "pools": [{"role": "mixed", "replicas": 2}]})
+    assert why_crowded(spec, None) == why_crowded(spec, ProcessRoom(400, "10 run, and the limit is 410")) == ""
+    monkeypatch.setattr(deployments, "process_room", lambda: ProcessRoom(140, "10 run; the limit is 150"))
+    monkeypatch.setattr(deployments, "this_machine", lambda: Machine(cores=(0,), memory_bytes=64 << 30))
+    made = deployment(LocalRay(), Controller())
+    made._written = spec
+    with pytest.raises(DeployError) as told:
+        made.start()
+    assert str(told.value) == (
+        "only 140 more processes and threads may be started (10 run; the limit is 150), and this cluster "
+        "takes 180 at least; raise that limit"
+    )
+
+
+def test_while_members_start_it_is_said_once_that_no_thread_may_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(deployments, "why_full", lambda: "only 3 more threads may be started")
+    told = [{"failed": [], "is_ready": is_ready} for is_ready in (False, False, True)]
+    spec = SimpleNamespace(ready_timeout_s=60.0)
+    starting: Any = SimpleNamespace(spec=spec, next_snapshot=lambda deadline_s: told.pop(0))
+    assert len(list(follow(starting))) == 3
+    assert [record.message for record in caplog.records] == ["only 3 more threads may be started"]
 
 
 def test_a_controller_that_cannot_be_started_is_quoted() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.deploy import ray as rays
 from cluster.deploy.ray import DeployError, ends_within, initialized_ray, join_ray, shut_down, why_apart, why_full
+from engine.process_room import ProcessRoom
 
 pytestmark = pytest.mark.unit
 
@@ -97,3 +98,11 @@ def test_a_disk_on_which_ray_can_keep_nothing_is_told(monkeypatch: pytest.Monkey
     assert why_full() == ""
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=8 << 10))
     assert why_full() == f"the disk of Ray's folder {tmp_path} is full (8 KiB free); make room there"
+
+
+def test_a_limit_on_threads_that_lets_no_process_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.deploy.ray.process_room", lambda: ProcessRoom(90, "10 run, and the limit is 100"))
+    assert why_full() == ""
+    monkeypatch.setattr("cluster.deploy.ray.process_room", lambda: ProcessRoom(9, "91 run, and the limit is 100"))
+    told = "only 9 more processes and threads may be started (91 run, and the limit is 100); raise that limit"
+    assert why_full() == told
