@@ -27,6 +27,7 @@ from cluster.deploy.changes.changes import Changes
 from cluster.deploy.changes.running_spec import RunningSpec
 from cluster.deploy.checkpoint import Checkpoint
 from cluster.deploy.liveness import Liveness
+from cluster.deploy.own_ray.local_ray import LOOPBACK
 from cluster.deploy.ray import find_actor, why_full, within
 from cluster.deploy.room import has_room
 from cluster.deploy.roster import (
@@ -45,6 +46,7 @@ from cluster.spec.model import ClusterSpec
 from cluster.spec.pool import PoolSpec
 from cluster.spec.resolve import WorkerPlan, workers_of
 from cluster.spec.sources import Sources
+from engine.memory_kills import MemoryKills
 from worker.awake import AwakeClock
 from worker.log_file import log_into
 from worker.membership import Greeting
@@ -80,6 +82,7 @@ class Controller:
         self._changes = Changes(self, self._roster, running)
         self._launch = launch
         self._liveness = Liveness(timeout_s=spec.liveness_timeout_s, load_timeout_s=_load_timeout_s(spec))
+        self._memory_kills = MemoryKills()
         self._awake = AwakeClock()
         self._changed = asyncio.Condition()
         self._is_stopping = False
@@ -373,7 +376,7 @@ class Controller:
     async def _replace_if_hung(self, name: str) -> None:
         reason = self._liveness.why_hung(name, self._roster.member(name).stage, self._awake.now_s())
         if reason and await self._is_in_charge(name, reason):
-            await self._replace(name, f"{reason}{_and_full()}")
+            await self._replace(name, f"{reason}{self._and_why(name)}")
 
     async def _is_in_charge(self, name: str, reason: str) -> bool:
         """Not while Ray itself does not answer, which keeps an order to kill and carries it out once it can, be all
@@ -456,9 +459,17 @@ class Controller:
         if isinstance(error, ActorDiedError):
             self._roster.on_failed(name, f"its process ended: {' '.join(str(error).split())}")
         else:  # Ray knows no more by now than that it restarts it
-            self._roster.on_lost(name, incarnation, f"its process ended; its log may say why{_and_full()}")
+            self._roster.on_lost(name, incarnation, f"its process ended; its log may say why{self._and_why(name)}")
             self._liveness.on_lost(name, self._awake.now_s())
         await self._after_loss(name)
+
+    def _and_why(self, name: str) -> str:
+        """What may have ended a process, or kept it from its work, as far as this machine's kernel says."""
+        here = self._running.node_host
+        if here != LOOPBACK and self._roster.member(name).host not in ("", here):
+            return ""
+        why = self._memory_kills.news() or why_full()
+        return f", and {why}" if why else ""
 
     async def _replace(self, name: str, reason: str) -> None:
         self._kill(name, reason)
@@ -548,11 +559,6 @@ def _restore(running: RunningSpec, saved: dict[str, Any]) -> None:
         running.restore(saved)
     except SpecError as error:  # an actor whose constructor fails is gone for good
         logger.error("the cluster's last spec cannot be read, and it goes on with its first: %s", error)
-
-
-def _and_full() -> str:
-    """What may have kept a process from its work, if that can be told."""
-    return f", and {why}" if (why := why_full()) else ""
 
 
 def _load_timeout_s(spec: ClusterSpec) -> float:

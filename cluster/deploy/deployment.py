@@ -49,6 +49,7 @@ from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
 from cluster.spec.sources import Sources
 from engine.cgroups import core_limit, memory_limit_bytes
+from engine.memory_kills import MemoryKills
 from engine.process_room import ProcessRoom, process_room
 from worker.wire.secrets import Secrets
 
@@ -83,6 +84,8 @@ class Deployment:
         self._local = LocalRay() if address is None else None
         self._controller: Any = None
         self._version = Version()
+        self._memory_kills = MemoryKills()
+        self._is_ready = self._is_told = False
         self._spec_number = 0  # of the spec that the cluster runs with by now
         self.spec = spec
 
@@ -156,6 +159,7 @@ class Deployment:
             if time.monotonic() > deadline_s:
                 raise DeployError("the controller does not answer, so nothing is known of the others", is_a_crash=True)
         self._version = snapshot["version"]
+        self._is_ready = self._is_ready or snapshot["is_ready"]
         self._check_ray()
         return snapshot
 
@@ -166,10 +170,15 @@ class Deployment:
 
     def _check_ray(self) -> None:
         """Raises DeployError when a Ray of our own cannot keep the cluster any more."""
+        kills = self._memory_kills.news()
         if self._local is not None:
             self._local.remember()
             if why := self._local.why_lost():
-                raise DeployError(f"{why}; start the cluster again", is_a_crash=True)
+                short = kills or why_full()
+                raise DeployError(f"{why}; start the cluster again{short and f': {short}'}", is_a_crash=True)
+        if not (self._is_ready or self._is_told) and (short := kills or why_full()):
+            log.warning("%s", short)  # Ray and gRPC wait without end
+            self._is_told = True
 
     def wait_serving(self, timeout_s: float) -> None:
         """Until every router has reached workers of each role: they are told of them when all are ready. Asked by Ray,
@@ -280,12 +289,8 @@ def follow(deployment: Deployment) -> Iterator[dict[str, Any]]:
     """Snapshots until all are ready or one has failed. Raises DeployError with one sentence for each failure."""
     timeout_s = deployment.spec.ready_timeout_s
     deadline = time.monotonic() + timeout_s
-    is_told = False
     while True:
         snapshot = deployment.next_snapshot(deadline_s=deadline)
-        if not is_told and not snapshot["is_ready"] and (why := why_full()):
-            log.warning("%s", why)  # threads of libraries are waited for without end
-            is_told = True
         yield snapshot
         if snapshot["failed"]:
             raise DeployError("\n".join(snapshot["failed"]), is_a_crash=snapshot["has_crashed"])

@@ -166,15 +166,23 @@ async def test_a_pool_grows_and_is_left_again(members: dict[str, Member], monkey
         assert (await controller.pools())["decode"] == ["decode-1"]
 
 
-@pytest.mark.parametrize(("why_full", "told"), [("", " (it was "), ("the disk is full", ", and the disk is full (")])
+@pytest.mark.parametrize(
+    ("why_full", "kills", "told"),
+    [
+        ("", "", " (it was "),
+        ("the disk is full", "", ", and the disk is full ("),
+        ("", "the kernel has killed it", ", and the kernel has killed it ("),
+    ],
+)
 async def test_of_a_process_that_ended_it_says_what_may_be_why(
-    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch, why_full: str, told: str
+    members: dict[str, Member], monkeypatch: pytest.MonkeyPatch, why_full: str, kills: str, told: str
 ) -> None:
     def die() -> None:
         raise ActorUnavailableError("it is restarted", None)
 
     monkeypatch.setattr(controllers, "why_full", lambda: why_full)
     members["decode-0"].describe = remote(die)
+    monkeypatch.setattr(controllers, "MemoryKills", lambda: SimpleNamespace(news=lambda: kills))
     async with running() as controller:
         member = controller._roster.member("decode-0")
         await until(lambda: member.reason)

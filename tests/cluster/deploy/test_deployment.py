@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.deploy import deployment as deployments
-from cluster.deploy.deployment import Deployment, follow, why_crowded
+from cluster.deploy.deployment import Deployment, why_crowded
 from cluster.deploy.ray import DeployError
 from cluster.deploy.roster import Version
 from cluster.spec.load import parse_spec
@@ -58,6 +58,8 @@ class Controller:
         end = self._ends.pop(0) if self._ends else None
         if isinstance(end, Exception):
             answer.set_exception(end)
+        elif end is not None:
+            answer.set_result(end)
         return SimpleNamespace(future=lambda: answer)
 
 
@@ -71,6 +73,11 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
     monkeypatch.setattr(deployments, "why_full", str)
+
+
+def snapshot(change: int, *, is_ready: bool) -> dict[str, Any]:
+    version = Version()._replace(change=change)
+    return {"version": version, "spec_number": 0, "wants_secrets": False, "is_ready": is_ready}
 
 
 def deployment(local: LocalRay, controller: Controller) -> Deployment:
@@ -156,15 +163,23 @@ def test_what_would_find_no_threads_is_refused_before_ray_starts(monkeypatch: py
     )
 
 
-def test_while_members_start_it_is_said_once_that_no_thread_may_start(
+def test_what_is_short_is_said_once_while_members_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(deployments, "why_full", lambda: "only 3 more threads may be started")
-    told = [{"failed": [], "is_ready": is_ready} for is_ready in (False, False, True)]
-    spec = SimpleNamespace(ready_timeout_s=60.0)
-    starting: Any = SimpleNamespace(spec=spec, next_snapshot=lambda deadline_s: told.pop(0))
-    assert len(list(follow(starting))) == 3
+    starting = [snapshot(change, is_ready=change == 3) for change in range(1, 5)]
+    made = deployment(LocalRay(), Controller(*starting))
+    for _ in starting:
+        made.next_snapshot()
     assert [record.message for record in caplog.records] == ["only 3 more threads may be started"]
+
+
+def test_a_ray_that_ended_for_lack_of_memory_is_told_as_that() -> None:
+    made = deployment(LocalRay(LOST), Controller(snapshot(1, is_ready=True)))
+    kills: Any = SimpleNamespace(news=lambda: "the kernel has killed 1 process here")
+    made._memory_kills = kills
+    with pytest.raises(DeployError, match="start the cluster again: the kernel has killed 1 process here"):
+        made.next_snapshot()
 
 
 def test_a_controller_that_cannot_be_started_is_quoted() -> None:
