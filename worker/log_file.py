@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import tempfile
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
@@ -30,6 +31,17 @@ def log_into(folder: str, name: str) -> None:
     except OSError as error:
         print(f"{name} cannot log into {folder}: {error}", flush=True)
     logging.basicConfig(level=os.environ.get("KVRELAY_LOG_LEVEL", "INFO"), format=LOG_FORMAT, handlers=handlers)
+
+
+def why_no_log(folder: str) -> str:
+    """Why nothing can be logged there, in words for `up`: what processes say of it stands in no log. Empty: it can."""
+    try:
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            file.write(b"\n")
+    except OSError as error:
+        return f"nothing can be logged into {folder}: {(error.strerror or str(error)).lower()}"
+    return ""
 
 
 class _OwnLogFile(RotatingFileHandler):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from worker.log_file import OLDER_FILES
+from worker.log_file import OLDER_FILES, why_no_log
 
 pytestmark = pytest.mark.unit
 
@@ -55,3 +57,17 @@ def test_a_folder_that_cannot_be_made_leaves_the_log_on_stderr() -> None:
     ended = run("/proc/nowhere/logs", "logging.warning('still here')")
     assert "still here" in ended.stderr
     assert "cannot log into /proc/nowhere/logs" in ended.stdout
+
+
+@pytest.mark.parametrize("failure", [errno.EROFS, errno.ENOSPC])
+def test_where_nothing_can_be_logged_is_known_before_the_start(
+    failure: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(**_: object) -> None:
+        raise OSError(failure, os.strerror(failure))
+
+    assert why_no_log(str(tmp_path / "logs")) == ""
+    assert not list((tmp_path / "logs").iterdir())
+    monkeypatch.setattr("tempfile.TemporaryFile", fails)
+    told = f"nothing can be logged into {tmp_path}/logs: {os.strerror(failure).lower()}"
+    assert why_no_log(str(tmp_path / "logs")) == told

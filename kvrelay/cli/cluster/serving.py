@@ -125,8 +125,11 @@ def _serve(
     from cluster.deploy.deployment import Deployment
     from cluster.deploy.ray import DeployError, quiet_stdout
     from cluster.spec.errors import SpecError
+    from worker.log_file import why_no_log
 
     state.make_directory()
+    if log_dir and (why := why_no_log(log_dir)):
+        note(f"{why}; give another --log-dir")
     spec, mode = wanted.spec, own_state.mode
     deployment = Deployment(spec, address=address, secrets=drawn, log_dir=log_dir, sources=wanted.sources)
     keep = has_crashed = False

@@ -32,7 +32,9 @@ def make_directory() -> None:
         make_private_folder(directory().parent)
         make_private_folder(directory())
         if not os.access(directory(), os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            is_read_only = os.statvfs(directory()).f_flag & os.ST_RDONLY
+            why = errno.EROFS if is_read_only else errno.EACCES
+            raise OSError(why, os.strerror(why))
 
 
 def log_dir(name: str) -> Path:

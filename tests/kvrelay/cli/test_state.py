@@ -240,6 +240,17 @@ def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         state.make_directory()
 
 
+@pytest.mark.parametrize(("flags", "why"), [(0, "permission denied"), (os.ST_RDONLY, "read-only file system")])
+def test_a_folder_that_cannot_be_written_is_told_with_the_reason(
+    flags: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flags))
+    with pytest.raises(CliError, match=f"cannot be written: {why}; set XDG_STATE_HOME"):
+        state.make_directory()
+
+
 def test_what_stands_in_the_folder_of_the_caller_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "typer.py").write_text("raise SystemExit(7)")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
