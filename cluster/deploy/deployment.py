@@ -153,7 +153,7 @@ class Deployment:
                 time.sleep(CONTROLLER_RETRY_S)
             except ActorDiedError as error:
                 raise DeployError(_why_gone(error, has_answered=self._has_answered)) from None
-            self._check_ray()
+            self._check_ray(has_controller=False)
             if not self._has_answered and (why := why_full()):
                 raise DeployError(f"the controller does not start, and {why}")
             if time.monotonic() > deadline_s:
@@ -168,14 +168,17 @@ class Deployment:
         """The controller; no request runs before it has."""
         return self._version > Version()
 
-    def _check_ray(self) -> None:
-        """Raises DeployError when a Ray of our own cannot keep the cluster any more."""
+    def _check_ray(self, *, has_controller: bool = True) -> None:
+        """Raises DeployError when a Ray of our own cannot keep the cluster any more. `has_controller`: it answers, and
+        says itself why members ended."""
         kills = self._memory_kills.news()
         if self._local is not None:
             self._local.remember()
             if why := self._local.why_lost():
                 short = kills or why_full()
                 raise DeployError(f"{why}; start the cluster again{short and f': {short}'}", is_a_crash=True)
+        if kills and self._is_ready and not has_controller:
+            log.warning("the controller does not answer, and %s", kills)
         if not (self._is_ready or self._is_told) and (short := kills or why_full()):
             log.warning("%s", short)  # Ray and gRPC wait without end
             self._is_told = True

@@ -37,7 +37,7 @@ def test_the_fullest_group_counts(tmp_path: Path) -> None:
 
 
 def test_a_users_threads_are_counted_over_all_its_processes(tmp_path: Path, limit: pytest.MonkeyPatch) -> None:
-    files = {
+    files: dict[str, object] = {
         "proc/7/status": f"Name:\tray\nUid:\t{USER}\t0\t0\t0\nThreads:\t30",
         "proc/8/status": f"Name:\tup\nUid:\t{USER}\t{USER}\t{USER}\t{USER}\nThreads:\t20",
         "proc/9/status": f"Name:\tother\nUid:\t0\t{USER}\t0\t0\nThreads:\t40",

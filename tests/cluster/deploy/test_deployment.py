@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -59,7 +59,7 @@ class Controller:
         if isinstance(end, Exception):
             answer.set_exception(end)
         elif end is not None:
-            answer.set_result(end)
+            answer.set_result(cast(dict[str, Any], end))
         return SimpleNamespace(future=lambda: answer)
 
 
@@ -172,6 +172,22 @@ def test_what_is_short_is_said_once_while_members_start(
     for _ in starting:
         made.next_snapshot()
     assert [record.message for record in caplog.records] == ["only 3 more threads may be started"]
+
+
+def test_a_controller_that_was_killed_for_lack_of_memory_is_told_while_it_is_away(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With it the members that it would tell of: Ray may take a minute to start them."""
+    made = deployment(
+        LocalRay(), Controller(snapshot(1, is_ready=True), ConnectionError(), snapshot(2, is_ready=False))
+    )
+    made.next_snapshot()
+    told = ["the kernel has killed 4 processes here"]
+    kills: Any = SimpleNamespace(news=lambda: told.pop() if told else "")
+    made._memory_kills = kills
+    made.next_snapshot()
+    words = "the controller does not answer, and the kernel has killed 4 processes here"
+    assert [record.message for record in caplog.records] == [words]
 
 
 def test_a_ray_that_ended_for_lack_of_memory_is_told_as_that() -> None:
