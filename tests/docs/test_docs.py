@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -57,12 +59,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def fill(name: str) -> Any:
     """A program of docs/ that writes a part of a page."""
-    found = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    with mock.patch.object(sys, "path", [str(ROOT / "docs"), *sys.path]):  # as when it is run
+        return importlib.import_module(name)
 
 
 # The spec
