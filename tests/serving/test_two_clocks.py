@@ -17,7 +17,7 @@ import pytest
 from cluster.deploy.local import LocalCluster
 from kvrelay.client.client import AsyncClient
 from placement.checks.replay import Recording, main, read_recording, replay
-from placement.checks.rerun import rerun
+from tests.rerun import rerun
 from tests.serving.conftest import ModelDir
 from tests.serving.harness import WAIT_S, counters, engine_with, random_prompt, router_with, until, worker_with
 

@@ -10,7 +10,7 @@ from engine.pages.pool import PagePool
 from mixed_worker.options import MixedOptions
 from mixed_worker.policy import MixedPolicy
 from placement.checks.replay import Recording, read_recording
-from placement.checks.rerun import fitted
+from tests.rerun import fitted
 from worker import recording
 
 pytestmark = pytest.mark.unit
