@@ -155,7 +155,6 @@ class _ShapeReader:
             "k_dim": nope + rope,
             "v_dim": v_dim,
             "vocab": self.keys.positive("vocab"),
-            "latent_dim": rank + rope,
             "linear_params": q_params + kv_params + heads * v_dim * hidden,
             "other_layer_params": rank + q_rank,
         }

@@ -1,7 +1,7 @@
 """ModelShape says what a decoder-only model costs: parameters, bytes, arithmetic. It reads nothing: see model_config.
 
 MLA (DeepSeek): kvrelay pages the keys and values that reach the attention function, which are the expanded ones, of all
-heads. So `kv_bytes_per_token` counts those; `latent_kv_bytes_per_token` is of an engine that pages the latents.
+heads. So `kv_bytes_per_token` counts those.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ class ModelShape:
     is_tied: bool = False
     window: int = 0  # tokens that windowed layers attend to
     num_window_layers: int = 0
-    latent_dim: int = 0  # MLA: elements of a token's latent and its rotary key
     reduces_per_layer: int = 2  # sums over a TP group: behind attention and MLP, or behind both at once
     has_norms_of_heads: bool = False  # each head's queries and keys have a norm of their own weights
     dtype: str = "bfloat16"
@@ -98,19 +97,12 @@ class ModelShape:
     def head_bytes(self) -> float:
         return self.head_params * self.dtype_bytes
 
-    def layer_bytes_read(self, num_tokens: float) -> float:
-        """Weights of all layers that a step of so many tokens reads: of the experts, those that some token is sent to,
-        if each token's are drawn evenly and apart."""
-        moe = self.shared_expert_params + self.router_params + self.distinct_experts(num_tokens) * self.expert_params
+    @property
+    def dense_bytes(self) -> float:
+        """Weights of all layers that every step reads: all but the experts that tokens are sent to."""
+        moe = self.num_moe_layers * (self.shared_expert_params + self.router_params)
         dense = (self.num_layers - self.num_moe_layers) * self.mlp_params
-        params = self.num_layers * self.linear_params + dense + self.num_moe_layers * moe
-        return params * self.weight_bits / 8
-
-    def distinct_experts(self, num_tokens: float) -> float:
-        """Expected number of a layer's experts that at least one of the tokens is sent to."""
-        if not self.experts:
-            return 0.0
-        return float(self.experts * (1.0 - (1.0 - self.experts_per_token / self.experts) ** num_tokens))
+        return (self.num_layers * self.linear_params + dense + moe) * self.weight_bits / 8
 
     # KV
 
@@ -132,13 +124,6 @@ class ModelShape:
     def worker_kv_bytes_per_token(self, tp: int) -> int:
         """Of all of a worker's ranks: a KV head that several hold counts as often."""
         return self.kv_bytes_per_token * max(1, tp // self.kv_heads)
-
-    @property
-    def latent_kv_bytes_per_token(self) -> int:
-        """MLA: of an engine that pages the latents. Elsewhere the same as kv_bytes_per_token."""
-        if not self.latent_dim:
-            return self.kv_bytes_per_token
-        return round(self.num_layers * self.latent_dim * self.kv_dtype_bytes)
 
     # arithmetic
 

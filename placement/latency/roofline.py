@@ -168,7 +168,7 @@ def roofline_latency(
         + (f", {power_cap:.0%} power" if power_cap < 1 else ""),
         stages=pp,
         matrix_s_per_token=shape.flops_per_token / gpus / matrix_flops,
-        dense_weights_s=shape.layer_bytes_read(0) / gpus / weight_bps,
+        dense_weights_s=shape.dense_bytes / gpus / weight_bps,
         expert_weights_s=experts_bytes / gpus / weight_bps,
         expert_miss=1.0 - shape.experts_per_token / shape.experts if shape.experts else 1.0,
         head_s_per_row=shape.head_flops / gpus / (plain_flops * hardware.efficiency.prefill_flops.value),

@@ -128,12 +128,12 @@ class Workload:
             **self.marks(rows),
         )
 
-    def resampled(self, count: int, rate: float, *, burstiness: float = 1.0, seed: int) -> Workload:
-        """`count` requests at a rate, lengths drawn from these (prompt and output together); they share no prefix."""
+    def resampled(self, count: int, rate: float, *, seed: int) -> Workload:
+        """`count` Poisson requests at a rate, lengths drawn from these by rows, no prefix shared."""
         rng = np.random.default_rng(seed)
         rows = rng.integers(0, len(self), size=count)
         return Workload(
-            arrival_s=np.asarray(arrivals_s(count, rate, burstiness, rng)),
+            arrival_s=np.asarray(arrivals_s(count, rate, 1.0, rng)),
             prompt_len=self.prompt_len[rows],
             output_len=self.output_len[rows],
             name=f"{count} requests after {self.name}",
@@ -178,10 +178,10 @@ def from_shapes(shapes: Sequence[Shape], name: str) -> Workload:
     )
 
 
-def from_trace(path: Path, limit: int | None = None) -> Workload:
+def from_trace(path: Path) -> Workload:
     """A CSV (Azure's, or another with arrivals and lengths) or a Mooncake JSONL. Raises WorkloadError naming file, line
     and key."""
-    return from_shapes(read_trace(path, limit), path.name)
+    return from_shapes(read_trace(path), path.name)
 
 
 def from_rows(rows: Sequence[Sequence[float]], name: str = "requests") -> Workload:
