@@ -25,7 +25,7 @@ import grpc
 from cluster.router.accounts import PeerTrouble, Report, WorkerView
 from cluster.router.decisions import Cause, GiveUp
 from cluster.router.dispatch import Dispatcher
-from cluster.router.explaining.kept import Kept, Record, record_of
+from cluster.router.explaining.kept import Kept, Record, running
 from cluster.router.explaining.notes import Told
 from cluster.router.links.links import WorkerLinks
 from cluster.router.links.worker_link import LinkState, WorkerEndpoint, WorkerLink
@@ -592,9 +592,9 @@ class Router:
         if submission is None:
             return ended
         came_s, now = submission.choices[0].timeline.arrived_s, self._clock()
-        running = [record_of(live, now, "running") for live in submission.choices if live.finish is None]
+        going_on = [running(live, now) for live in submission.choices if live.finish is None]
         ended = [record for record in ended if record.timeline.arrived_s == came_s]
-        return sorted([*ended, *running], key=lambda record: record.choice)
+        return sorted([*ended, *going_on], key=lambda record: record.choice)
 
     def knows(self, worker: str) -> bool:
         return self._links.get(worker) is not None

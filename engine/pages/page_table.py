@@ -139,9 +139,9 @@ def buffer_at(layout: KvLayout, address: int, layers: range, num_pages: int) -> 
     return PartTable(np.arange(len(parts)), addresses, page_bytes, starts, token_bytes, tokens, token_bytes)
 
 
-def part_at(address: int, run_bytes: int, token_bytes: int, tokens: int = 2) -> PartTable:
-    """One part of a lone plane: the first of its heads."""
-    columns = (0, address, tokens * run_bytes, 0, run_bytes, tokens, token_bytes)
+def part_at(address: int, run_bytes: int, token_bytes: int) -> PartTable:
+    """One part of a lone plane of two tokens: the first of its heads."""
+    columns = (0, address, 2 * run_bytes, 0, run_bytes, 2, token_bytes)
     return PartTable(*(_int64s([number]) for number in columns))
 
 

@@ -22,6 +22,7 @@ from kvrelay.client.types import ClusterStatus, KvrelayError
 
 POLL_S = 0.02
 STATUS_TIMEOUT_S = 1.0
+TOKENS_S = 3.0
 UNCACHED = 0.7  # share of streams that find nothing in the prefix cache
 TROUBLE = (  # counters of routers and workers
     *("retries", "workers_lost", "failed", "cancelled", "rejected", "resends", "checksum_mismatches"),
@@ -99,9 +100,9 @@ class Round:
         """A fault was made, now or when the worker says."""
         self.fault_s.append(time.monotonic() if at_s is None else at_s)
 
-    async def until_tokens(self, count: int, timeout_s: float = 3.0) -> None:
+    async def until_tokens(self, count: int) -> None:
         """Some stream has brought so many."""
-        await self.until(lambda: any(len(stream.tokens) >= count for stream in self.streams), timeout_s)
+        await self.until(lambda: any(len(stream.tokens) >= count for stream in self.streams), TOKENS_S)
 
     async def until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s

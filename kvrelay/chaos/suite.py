@@ -141,7 +141,7 @@ async def _play_cluster(
             players = [await stack.enter_async_context(AsyncClient(cluster.endpoint)) for _ in range(CLIENTS)]
             watcher = await stack.enter_async_context(AsyncClient(cluster.watch_endpoint))
             await watcher.wait_ready(HEAL_S)
-            templates, measures = await learn(players[0], 0, TEMPLATES[wish.faults > SHORT_FAULTS])
+            templates, measures = await learn(players[0], TEMPLATES[wish.faults > SHORT_FAULTS])
             values = values_of(cluster, measures) | {"busy_s": wish.busy_s}
             table = Table(cluster=cluster, players=players, watcher=watcher, templates=templates, values=values)
             while (chosen := order.next(time.monotonic())) is not None:

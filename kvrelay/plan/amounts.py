@@ -19,9 +19,9 @@ def num(value: float) -> str:
     return f"{value:.3g}"
 
 
-def between(interval: Interval, times: float = 1.0, unit: str = "") -> str:
+def between(interval: Interval) -> str:
     """14.2 (13.5 to 14.9)"""
-    return f"{num(interval.value * times)}{unit} ({num(interval.low * times)} to {num(interval.high * times)})"
+    return f"{num(interval.value)} ({num(interval.low)} to {num(interval.high)})"
 
 
 def percent(share: float) -> str:

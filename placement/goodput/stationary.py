@@ -17,6 +17,7 @@ from placement.workload.requests import Floats
 
 MSER_BATCH = 5
 NUM_BATCHES = 24
+SECTIONS = 10
 Z_90 = 1.6449  # two-sided 90%
 
 
@@ -35,8 +36,8 @@ def mser(values: Floats) -> int:
     return (count - left) * MSER_BATCH
 
 
-def batch_means(values: Floats, batches: int = NUM_BATCHES) -> Floats:
-    size = max(1, len(values) // batches)
+def batch_means(values: Floats) -> Floats:
+    size = max(1, len(values) // NUM_BATCHES)
     count = len(values) // size
     means: Floats = values[len(values) - count * size :].reshape(count, size).mean(axis=1)
     return means
@@ -83,18 +84,18 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def percentile_interval(values: Floats, at: float, sections: int = 10) -> Interval:
-    """A percentile of the whole, and its 90% interval from those of `sections` parts."""
+def percentile_interval(values: Floats, at: float) -> Interval:
+    """A percentile of the whole, and its 90% interval from those of its parts."""
     late = np.where(np.isfinite(values), values, np.inf)
     value = _percentile(late, at)
-    size = len(late) // sections
+    size = len(late) // SECTIONS
     if size < 10:
         return Interval(value, 0.0, math.inf)
-    parts = np.array([_percentile(late[i * size : (i + 1) * size], at) for i in range(sections)])
+    parts = np.array([_percentile(late[i * size : (i + 1) * size], at) for i in range(SECTIONS)])
     if not np.isfinite(parts).all() or not math.isfinite(value):
         finite = parts[np.isfinite(parts)]
         return Interval(value, float(finite.min()) if len(finite) else math.inf, math.inf)
-    half = float(np.sqrt(((parts - value) ** 2).sum() / (sections - 1) / sections)) * t_90(sections - 1)
+    half = float(np.sqrt(((parts - value) ** 2).sum() / (SECTIONS - 1) / SECTIONS)) * t_90(SECTIONS - 1)
     return Interval(value, max(0.0, value - half), value + half)
 
 

@@ -105,10 +105,8 @@ class Record(NamedTuple):
 TIMELINE, NOTES = Record._fields.index("timeline"), Record._fields.index("notes")
 
 
-def record_of(
-    live: LiveRequest, end_s: float, state: State, reason: str = "", *, code: str = "", is_slow: bool = False
-) -> Record:
-    return Record._make(_values(live, end_s, state, reason, code, is_slow))
+def running(live: LiveRequest, now: float) -> Record:
+    return Record._make(_values(live, now, "running", "", "", False))
 
 
 def _values(live: LiveRequest, end_s: float, state: State, reason: str, code: str, is_slow: bool) -> list[Any]:

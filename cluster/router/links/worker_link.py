@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
 HELLO_TIMEOUT_S = 5.0
+BEAT_S = 0.2
 BEATS_A_PING = 2
 HUNG_UP = " in the TLS handshake; see whether its time of day and its tls.ca let this router's certificate pass"
 
@@ -103,7 +104,6 @@ class WorkerLink:
         secret: str = "",
         tls: TlsFiles | None = None,
         dead_after_s: float = 2.0,
-        beat_s: float = 0.2,
     ) -> None:
         self.worker = worker
         self.state = LinkState.CONNECTING
@@ -118,7 +118,6 @@ class WorkerLink:
         self._secret = secret
         self._tls = tls
         self.dead_after_s = dead_after_s
-        self._beat_s = beat_s
         self._outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._seq = 0
         self._order_ns = 0  # when it was told to leave, on our clock; 0: it has said since how it stands
@@ -324,7 +323,7 @@ class WorkerLink:
                 gap_ms = round(self._host.report_gap_s * 1e3)
                 ping = pb.Ping(router_ns=time.monotonic_ns(), has_left=has_left, report_gap_ms=gap_ms)
                 self._outbox.put_nowait(pb.RouterMessage(ping=ping))
-            await asyncio.sleep(min(self._beat_s, self.dead_after_s / 4))
+            await asyncio.sleep(min(BEAT_S, self.dead_after_s / 4))
             silent_s = self._awake.now_s() - self._heard_s
             if silent_s < self.dead_after_s:
                 continue

@@ -33,6 +33,7 @@ from worker.options import worker_options
 from worker.roles import PHASES
 
 POLL_S = 0.005
+ARMED_S = 5.0
 START_S = 120.0
 STOP_S = 3.0
 CLIENT, WATCHER = "client", "watcher"  # two ways to the router, so that one may be cut
@@ -105,21 +106,21 @@ class ProcessCluster:
         self.watch_endpoint = await self._listen(ROUTER, lambda _: WATCHER)
         for name in self._members:
             self._begin(name)
-        await self.until_ready(START_S)
+        await self.until_ready()
 
     async def _listen(self, name: str, source_of: Any) -> str:
         port = await self.proxy.listen(lambda: self._members[name].port, source_of, name)
         return f"127.0.0.1:{port}"
 
-    async def until_ready(self, timeout_s: float = START_S) -> None:
+    async def until_ready(self) -> None:
         """Raises TimeoutError naming who is not."""
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(START_S):
                 while not all(member.port for member in self._members.values()):
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             late = [name for name, member in self._members.items() if not member.port]
-            raise TimeoutError(f"not ready within {timeout_s:g} s: {', '.join(late)}; see {self._folder}") from None
+            raise TimeoutError(f"not ready within {START_S:g} s: {', '.join(late)}; see {self._folder}") from None
 
     async def stop(self) -> list[int]:
         self._is_stopping = True
@@ -257,7 +258,7 @@ class ProcessCluster:
         member, rule_id = self._members[name], str(self._rule_serial)
         member.rules.append({"id": rule_id, **rule})
         self._write_rules(member)
-        await self.logged(name, rule_id, "armed", 5.0)
+        await self._armed(name, rule_id)
         return rule_id
 
     def disarm(self) -> None:
@@ -266,13 +267,10 @@ class ProcessCluster:
                 member.rules = []
                 self._write_rules(member)
 
-    async def logged(self, name: str, rule_id: str, what: str = "fired", timeout_s: float = 5.0) -> float | None:
-        """When a rule was armed or fired, on the monotonic clock; None if it was not within the time."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            times = self.times(name, rule_id, what)
-            if times or time.monotonic() > deadline:
-                return times[0] if times else None
+    async def _armed(self, name: str, rule_id: str) -> None:
+        """Returns once the rule is armed, or after the time for it."""
+        deadline = time.monotonic() + ARMED_S
+        while not self.times(name, rule_id, "armed") and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
 
     def times(self, name: str, rule_id: str, what: str = "fired") -> list[float]:

@@ -61,10 +61,10 @@ STYLE: dict[str, Any] = {
 }
 
 
-def png(figure: Figure, dpi: int = 150) -> bytes:
+def png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     FigureCanvasAgg(figure)
-    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
     return buffer.getvalue()
 
 
