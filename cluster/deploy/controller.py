@@ -30,16 +30,8 @@ from cluster.deploy.liveness import Liveness
 from cluster.deploy.own_ray.local_ray import LOOPBACK
 from cluster.deploy.ray import find_actor, why_full, within
 from cluster.deploy.room import has_room
-from cluster.deploy.roster import (
-    MAX_LOAD_DELAY_S,
-    ROUTER,
-    SERVED_WELL_S,
-    Member,
-    Roster,
-    Version,
-    WorkerEntry,
-    roles_of,
-)
+from cluster.deploy.roster import MAX_LOAD_DELAY_S, ROUTER, SERVED_WELL_S, Member, Roster, roles_of
+from cluster.deploy.router_news import RouterNews
 from cluster.router.takers import Takers, why_alone, without
 from cluster.spec.errors import SpecError
 from cluster.spec.model import ClusterSpec
@@ -92,9 +84,7 @@ class Controller:
         self._heard = {name: asyncio.Event() for name in names}  # asked once, whatever came of it
         self._hurried: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # looked at without a pause
         self._is_confirmed = saved is None  # at the first start there is nobody to hear
-        self._told: dict[str, list[WorkerEntry]] = {}  # router's incarnation -> what it has taken
-        self._told_spec: dict[str, int] = {}  # likewise: the number of the spec that it goes by
-        self._telling: set[asyncio.Task[None]] = set()  # what routers are about to take
+        self._news = RouterNews(self._roster, running, self._handles)
         self._watched_s = -math.inf  # when somebody last asked how all stand
         self._tasks: set[asyncio.Task[None]] = set()
         self._awake.start()
@@ -113,7 +103,7 @@ class Controller:
         secrets, member = await asyncio.shield(self._secrets), self._roster.member(name)
         is_router = member.role == ROUTER
         if is_router:
-            self._told_spec[event["incarnation"]] = self._running.number
+            self._news.on_spec_given(event["incarnation"])
         else:
             member.knobs = self._running.live_knobs(member.pool)
         return Greeting(
@@ -490,40 +480,9 @@ class Controller:
             if (handle := self._handle(name)) is not None:
                 ray.kill(handle, no_restart=no_restart)
 
-    # the routers
-
     def _tell_routers(self) -> list[asyncio.Task[None]]:
-        """Only a confirmed roster, and each router what it has not taken yet. Returns all that is being told: a sign
-        of life may have begun it, of any member."""
-        workers, version = self._roster.workers(), self._roster.version
-        for name in self._roster.router_names() if self._is_confirmed else ():
-            router = self._roster.member(name)
-            if router.is_ready and self._told.get(router.incarnation) != workers:
-                self._told[router.incarnation] = workers
-                self._tell(self._tell_router(name, router.incarnation, version, workers))
-            if router.is_ready and self._told_spec.get(router.incarnation, 0) != self._running.number:
-                self._told_spec[router.incarnation] = self._running.number
-                self._tell(self._tell_spec(name, router.incarnation))
-        return list(self._telling)
-
-    def _tell(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._spawn(work)
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-
-    async def _tell_spec(self, name: str, incarnation: str) -> None:
-        try:
-            await within(self._handles[name].take_spec.remote(self._running.resolved), CALL_TIMEOUT_S)
-        except (KeyError, RayError, TimeoutError) as error:  # likewise
-            logger.warning("%s goes by the last spec: %s", name, " ".join(str(error).split()))
-            self._told_spec.pop(incarnation, None)
-
-    async def _tell_router(self, name: str, incarnation: str, version: Version, workers: list[WorkerEntry]) -> None:
-        try:
-            await within(self._handles[name].set_workers.remote(version, workers), CALL_TIMEOUT_S)
-        except (KeyError, RayError, TimeoutError) as error:  # told again when it answers again
-            logger.warning("%s was not told of the workers: %s", name, " ".join(str(error).split()))
-            self._told.pop(incarnation, None)
+        """Only a confirmed roster."""
+        return self._news.tell() if self._is_confirmed else []
 
     def _handle(self, name: str) -> Any | None:
         if name not in self._handles and (handle := find_actor(name)) is not None:
