@@ -137,14 +137,6 @@ class ModelShape:
     def head_flops(self) -> float:
         return 2.0 * self.head_params
 
-    def attention_flops(self, length: int, context: int) -> float:
-        """Of `length` new tokens behind `context` others, causal, over all layers."""
-        full = self.num_layers - self.num_window_layers
-        pairs = full * _pairs(length, context)
-        if self.num_window_layers:
-            pairs += self.num_window_layers * min(_pairs(length, context), float(length * self.window))
-        return 2.0 * self.heads * (self.k_dim + self.v_dim) * pairs
-
     def as_served(self) -> ModelShape:
         """In the checkpoint's own dtype."""
         return self.with_dtype(self.dtype)
@@ -162,7 +154,3 @@ class ModelShape:
         """With the `kv_dtype` and `quantization` that workers are given (engine/options.py)."""
         shape = replace(self, kv_dtype=KV_DTYPES.get(kv_dtype, self.kv_dtype))
         return replace(shape, weight_bits=8.0, quantisation="int8") if quantization == "int8" else shape
-
-
-def _pairs(length: int, context: int) -> float:
-    return length * (context + (length + 1) / 2)

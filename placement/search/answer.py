@@ -20,7 +20,7 @@ from placement.search.placements import Placement, goodput_problem, system_of, w
 from placement.search.problem import PhaseRole, PlanSearch, WorkerGoodput
 from placement.search.sizing import EstimateJob, binding_pool, estimate_job, few_more, with_more
 from placement.search.what_if import scale_of, swings_of, what_if
-from placement.workload.arrivals import fit_arrivals
+from placement.workload.arrivals import gaps_of
 
 FINAL = Effort(first_requests=LONG.first_requests, max_requests=18_000, half_width=0.01, covers=0.999)
 WHOLE = 8  # times as many workers as elsewhere stand for more at the rate asked for
@@ -251,7 +251,7 @@ class PlanAnswer:
         source = self.problem.traffic.source
         if self.question.is_replay or len(source) < MANY or not source.duration_s:
             return ""
-        return fit_arrivals(source).warning
+        return gaps_of(source).warning
 
     def _asked(self) -> dict[str, Any]:
         catalog, source = self.problem.catalog, self.problem.traffic.source

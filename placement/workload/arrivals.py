@@ -1,6 +1,6 @@
-"""A gamma distribution of the gaps is fitted to a trace's arrivals, which says whether drawn arrivals stand for them.
+"""How a trace's arrivals come, which says whether drawn arrivals, whose gaps are a gamma, stand for them.
 
-A trace with whole minutes of silence is no gamma, and the fit says so. Nothing is drawn to be simulated here.
+A trace with whole minutes of silence is no gamma, and that is told.
 """
 
 from __future__ import annotations
@@ -9,23 +9,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from placement.workload.requests import Floats, Workload
+from placement.workload.requests import Workload
 from placement.workload.traces import WorkloadError
 
-DRAWN = 20_000  # to judge a fit
 SILENCE_S = 60.0
 FEW_GAPS = 0.05  # of the time in silences, that a gamma may still stand for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivalFit:
-    """`cv`: the gaps' coefficient of variation, 1 for Poisson. `burstiness`: the shape of the gamma that has it.
-    `distance` between the two. `silent_share`: of the time that passes in gaps of a minute and more."""
+class ArrivalGaps:
+    """`cv`: the gaps' coefficient of variation, 1 for Poisson. `silent_share`: of the time that passes in gaps of a
+    minute and more."""
 
-    rate: float
     cv: float
-    burstiness: float
-    distance: float
     silent_share: float
     longest_gap_s: float
 
@@ -43,26 +39,15 @@ class ArrivalFit:
         return ""
 
 
-def fit_arrivals(workload: Workload) -> ArrivalFit:
+def gaps_of(workload: Workload) -> ArrivalGaps:
     """Raises WorkloadError where there are too few requests, or all at once."""
     if len(workload) < 3 or not workload.duration_s:
-        raise WorkloadError(f"{workload.name}: arrivals cannot be fitted; give 3 requests or more that come apart")
+        raise WorkloadError(
+            f"{workload.name}: gaps between arrivals say nothing; give 3 requests or more that come apart"
+        )
     gaps = np.diff(workload.arrival_s)
-    cv = float(gaps.std() / gaps.mean())
-    burstiness = min(1e6, 1 / max(cv, 1e-3) ** 2)
-    drawn = np.random.default_rng(0).gamma(shape=burstiness, scale=float(gaps.mean()) / burstiness, size=DRAWN)
-    return ArrivalFit(
-        rate=workload.rate,
-        cv=cv,
-        burstiness=burstiness,
-        distance=distance(gaps, drawn),
+    return ArrivalGaps(
+        cv=float(gaps.std() / gaps.mean()),
         silent_share=float(gaps[gaps >= SILENCE_S].sum() / workload.duration_s),
         longest_gap_s=float(gaps.max()),
     )
-
-
-def distance(wanted: Floats, drawn: Floats) -> float:
-    """Kolmogorov and Smirnov's: the largest difference between the shares below any value."""
-    at = np.union1d(wanted, drawn)
-    below = [np.searchsorted(np.sort(values), at, side="right") / len(values) for values in (wanted, drawn)]
-    return float(np.abs(below[0] - below[1]).max())

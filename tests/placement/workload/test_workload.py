@@ -1,4 +1,4 @@
-"""Workloads: any CSV, classes, fitted arrivals, traces with gaps, traffic on paired random numbers."""
+"""Workloads: any CSV, classes, traces with gaps, traffic on paired random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from placement.goodput.targets import Targets
 from placement.plan import RequestClass, Slo
-from placement.workload.arrivals import fit_arrivals
+from placement.workload.arrivals import gaps_of
 from placement.workload.requests import Workload, from_rows, from_trace
 from placement.workload.traces import WorkloadError
 from placement.workload.traffic import Traffic, with_classes
@@ -33,21 +33,20 @@ def lognormal(count: int = 4000, correlation: float = 0.6) -> Workload:
 def test_poisson_arrivals_are_told_from_a_trace_with_silent_minutes() -> None:
     rng = np.random.default_rng(2)
     poisson = from_rows([[t, 1, 1] for t in np.cumsum(rng.exponential(0.5, 2000))])
-    fit = fit_arrivals(poisson)
-    assert fit.cv == pytest.approx(1, abs=0.08)
-    assert fit.distance < 0.05
-    assert not fit.warning
+    gaps = gaps_of(poisson)
+    assert gaps.cv == pytest.approx(1, abs=0.08)
+    assert not gaps.warning
     gappy = from_rows([[120 * (i // 100) + 0.01 * (i % 100), 1, 1] for i in range(1000)])
-    fit = fit_arrivals(gappy)
-    assert fit.cv > 5
-    assert fit.silent_share > 0.9
-    assert fit.longest_gap_s == pytest.approx(119.01)
-    assert "replay its own arrivals" in fit.warning
+    gaps = gaps_of(gappy)
+    assert gaps.cv > 5
+    assert gaps.silent_share > 0.9
+    assert gaps.longest_gap_s == pytest.approx(119.01)
+    assert "replay its own arrivals" in gaps.warning
 
 
-def test_arrivals_all_at_once_cannot_be_fitted() -> None:
+def test_arrivals_all_at_once_have_no_gaps() -> None:
     with pytest.raises(WorkloadError, match="come apart"):
-        fit_arrivals(from_rows([[0, 1, 1]] * 5))
+        gaps_of(from_rows([[0, 1, 1]] * 5))
 
 
 def csv(tmp_path: Path, text: str) -> Path:
