@@ -1,4 +1,4 @@
-"""The checksum of a segment: XXH3-64 over its bytes in the order of KvLayout.spans.
+"""The checksum of a segment: XXH3-64 over its bytes in KvLayout's order.
 
 Both sides get the same digest for the same KV though their pages stand, and their spans are cut, differently. It finds
 bytes that were lost, mixed up or damaged on the way; it is no defence against somebody who forges them.
@@ -60,7 +60,7 @@ class Checksummer:
         return running.value
 
     def show(self, layers: range, pages: Sequence[int], seen: Seen) -> None:
-        """Show `seen` the pages' bytes in the order of KvLayout.spans."""
+        """Show `seen` the pages' bytes in KvLayout's order."""
         blocks = self._rows.blocks(layers, pages) if self._rows else self._device_blocks(layers, pages)
         for block in blocks:
             seen(block)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,16 +89,11 @@ def kv_and_state_bytes(layers: Sequence[LayerKv | LayerState], page_size: int, d
     return kv, states
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A contiguous run of bytes in a worker's KV memory."""
-
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class KvLayout:
+    """What the pages are made of. The order of some pages' bytes in some layers, on the wire and in checksums: for each
+    layer K of every page, then V of every page."""
+
     page_size: int  # tokens
     dtype: str
     layers: tuple[LayerKv | LayerState, ...]
@@ -156,29 +151,6 @@ class KvLayout:
         last = self.num_layers - 1
         return _aligned(self.v_offset(last) + self.num_pages * self.v_page_bytes(last))
 
-    def spans(self, layers: range, pages: Sequence[int]) -> Iterator[Span]:
-        """The bytes of `pages` in `layers`: for each layer K of every page in order, then V of every page.
-
-        Neighbouring pages are joined, so the spans of two workers' pages may be cut differently; their
-        concatenation is the same bytes in the same order. That order is the wire's and the checksum's.
-        """
-        runs = list(_runs(pages))
-        for layer in layers:
-            k_bytes, v_bytes = self.k_page_bytes(layer), self.v_page_bytes(layer)
-            for first, count in runs:
-                yield Span(self.k_offset(layer) + first * k_bytes, count * k_bytes)
-            for first, count in runs:
-                yield Span(self.v_offset(layer) + first * v_bytes, count * v_bytes)
-
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
-
-
-def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first page, count) of each run of consecutive numbers."""
-    start = 0
-    for i in range(1, len(pages) + 1):
-        if i == len(pages) or pages[i] != pages[i - 1] + 1:
-            yield pages[start], i - start
-            start = i

@@ -77,7 +77,6 @@ class KvMemory:
         self.share = share
         self.others = tuple(others)
         self.fd: int | None = None
-        self.map: mmap.mmap | None = None
         self._file: HostFile | None = None
         own = share.of(layout)
         if device == "cpu":
@@ -85,8 +84,7 @@ class KvMemory:
                 self._file = HostFile(own.total_bytes)
                 fd = self._file.fd
             self.fd = fd
-            self.map = mmap.mmap(self.fd, own.total_bytes)
-            self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
+            self.bytes = torch.frombuffer(mmap.mmap(fd, own.total_bytes), dtype=torch.uint8)
         else:
             self.bytes = torch.zeros(own.total_bytes, dtype=torch.uint8, device=device)
         layers = share.layers_of(layout)
@@ -137,11 +135,6 @@ class KvMemory:
         cuda: Any = torch.cuda  # half typed
         event: object = cuda.current_stream(self.bytes.device).record_event()
         return event
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes of a span, without a copy. CPU only."""
-        assert self.map is not None, "only CPU memory can be viewed as bytes"
-        return memoryview(self.map)[offset : offset + nbytes]
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """From the first page of each pair to the second, in all layers of this share. On a GPU it is queued."""

@@ -1,8 +1,8 @@
 """PartTable says where the pages of each layer's K and V stand, as addresses: what a kernel that copies pages is told.
 
 A *part* is a run of heads of one layer's K or V, in one place (engine/pages/share.py); without ranks there is one for
-each of them. Layers' K and V are numbered in the order of KvLayout.spans (K then V, layer after layer), which is the
-order of the wire and of the checksum. Arithmetic only: addresses are numbers, of memory of any device, and nothing here
+each of them. Layers' K and V are numbered in KvLayout's order (K then V, layer after layer), which is
+that of the wire and of the checksum. Arithmetic only: addresses are numbers, of memory of any device, and nothing here
 reads them.
 """
 

@@ -23,7 +23,7 @@ from engine.pages.share import Plane, PlaneRun, Share, planes
 Bytes = npt.NDArray[np.uint8]
 Rows = npt.NDArray[Any]  # [num_pages, words of a page]
 Pages = npt.NDArray[np.intp]
-Seen = Callable[[Rows], None]  # is shown all bytes in the order of KvLayout.spans, cut anyhow, while they are in cache
+Seen = Callable[[Rows], None]  # is shown all bytes in KvLayout's order, cut anyhow, while they are in cache
 
 CHUNK_BYTES = 256 * 1024  # a bounce through a buffer of this size stays in the cache
 WORD_BYTES = 8
@@ -68,7 +68,7 @@ class PageRows:
                 _copy_scattered(src_plane, dst_plane, src, dst, seen)
 
     def gather(self, layers: range, pages: Sequence[int], out: Bytes, seen: Seen | None = None) -> None:
-        """Put the pages' bytes into `out` in the order of KvLayout.spans."""
+        """Put the pages' bytes into `out` in KvLayout's order."""
         index, at = np.asarray(pages, np.intp), 0
         runs = _paired_runs(index, np.arange(len(index)))
         for plane in self.parts(layers):
@@ -92,7 +92,7 @@ class PageRows:
                 plane.put(index, block)
 
     def blocks(self, layers: range, pages: Sequence[int]) -> Iterator[Rows]:
-        """The pages' bytes in the order of KvLayout.spans, cut anyhow. A block is valid until the next is asked for."""
+        """The pages' bytes in KvLayout's order, cut anyhow. A block is valid until the next is asked for."""
         for batch in self.batches(layers, pages):
             yield from batch
 

@@ -1,8 +1,8 @@
 """tcp moves KV between two hosts over one connection for each pair (pair_socket.py), in TLS where the cluster has it.
 
-Two-sided, CPU memory only. A segment is its place in the pair's order, its size and its bytes in the order of
-KvLayout.spans. Runs of pages leave from where they stand, scattered ones through a piece of the cache. They arrive in a
-buffer and are put into the pages by `place`: whose pages they are may have changed while they were on the way.
+Two-sided, CPU memory only. A segment is its place in the pair's order, its size and its bytes in KvLayout's order.
+Runs of pages leave from where they stand, scattered ones through a piece of the cache. They arrive in a buffer and are
+put into the pages by `place`: whose pages they are may have changed while they were on the way.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 import xxhash
 
 from engine.pages.layout import LayerKv
@@ -16,10 +17,12 @@ WIDE = (LayerKv(16, 80, 64), LayerKv(16, 64, 80))
 
 @pytest.mark.parametrize("layers", [LAYERS, WIDE, (LayerKv(1, 3, 1),)], ids=["small", "wide", "odd"])
 @pytest.mark.parametrize("pages", [[4], [3, 4, 5, 6], [9, 2, 3, 4, 17, 0]])
-def test_digest_is_that_of_the_spans(layers: tuple[LayerKv, ...], pages: list[int]) -> None:
+def test_the_digest_is_of_each_layers_keys_in_order_of_pages_then_its_values(
+    layers: tuple[LayerKv, ...], pages: list[int]
+) -> None:
     memory = random_memory(20, layers=layers)
-    spans = memory.layout.spans(range(len(layers)), pages)
-    wanted = xxhash.xxh3_64_intdigest(b"".join(bytes(memory.view(s.offset, s.nbytes)) for s in spans))
+    planes = [plane[pages] for layer in range(len(layers)) for plane in (memory.k(layer), memory.v(layer))]
+    wanted = xxhash.xxh3_64_intdigest(b"".join(plane.view(torch.uint8).numpy().tobytes() for plane in planes))
     assert Checksummer(memory).digest(range(len(layers)), pages) == wanted
 
 

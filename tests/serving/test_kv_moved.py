@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.deploy.local import LocalCluster
 from engine.pages.memory import KvMemory
@@ -55,8 +56,8 @@ async def _generate(client: AsyncClient, prompt: list[int]) -> Completion:
 
 def _pages_bytes(memory: KvMemory, pages: list[int]) -> bytes:
     """K and V of the pages in every layer, in the wire's order."""
-    spans = memory.layout.spans(range(memory.layout.num_layers), pages)
-    return b"".join(bytes(memory.view(span.offset, span.nbytes)) for span in spans)
+    planes = (plane for layer in range(memory.layout.num_layers) for plane in (memory.k(layer), memory.v(layer)))
+    return b"".join(plane[pages].view(torch.uint8).numpy().tobytes() for plane in planes)
 
 
 def _on_commit(cluster: LocalCluster, then: Callable[[str], None]) -> None:
@@ -107,7 +108,7 @@ async def test_other_bytes_in_the_decode_pages_give_other_tokens(model_dir: Mode
         memory = cluster.decode[0].engine.memory
 
         def blank(_: str) -> None:
-            memory.view(0, memory.layout.total_bytes)[:] = bytes(memory.layout.total_bytes)
+            memory.bytes.zero_()
 
         _on_commit(cluster, blank)
         completion = await _generate(client, PROMPT)
