@@ -29,7 +29,6 @@ class ForwardPass:
     probe: Probe
     on_layer: Callable[[int], None] | None
     scales: Sequence[KvScale] | None = None  # of pages in fp8
-    number: int = 0  # of the engine, for the operator
     states: States | None = None  # what layers keep beside KV; None: nothing
 
     def write(self, layer: int, k_TGD: torch.Tensor, v_TGE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

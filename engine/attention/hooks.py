@@ -12,7 +12,6 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from engine.attention import op
 from engine.attention.forward_pass import ForwardPass
 from engine.attention.held import held_by
 from engine.attention.probe import LAYER, probe_attention, probe_mask
@@ -55,10 +54,5 @@ def serve_attention(
     layer = getattr(module, LAYER)
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     q_THD, k_TGD, v_TGE = (x[0].transpose(0, 1) for x in (query, key, value))
-    if not torch.compiler.is_compiling():
-        out_THE = kvrelay.serve(layer, q_THD, k_TGD, v_TGE, scaling, softcap or 0.0, s_aux, slopes)
-        return out_THE.unsqueeze(0), None
-    assert slopes is None, "no layer with slopes is compiled"
-    out_THE = q_THD.new_empty(q_THD.shape[0], q_THD.shape[1], v_TGE.shape[2])
-    op.paged_attention(q_THD, k_TGD, v_TGE, out_THE, kvrelay.number, layer, scaling, softcap or 0.0, s_aux)
+    out_THE = kvrelay.serve(layer, q_THD, k_TGD, v_TGE, scaling, softcap or 0.0, s_aux, slopes)
     return out_THE.unsqueeze(0), None
