@@ -62,7 +62,6 @@ BUSY = (0.15, 0.3, 0.45, 0.6)  # of its time that prefill would compute
 TARGETS = ((3.0, 1.5), (6.0, 2.5), (12.0, 4.0))  # times what a request takes alone: TTFT, TPOT
 SECONDS = 26.0  # of arrivals
 LEAST, MOST = 30, 600  # requests
-WANTED = (0.85, 0.95)
 QUANTITIES = ("attainment", *(f"{metric} P{p}" for metric in ("TTFT", "TPOT") for p in (50, 90, 99)))
 console = Console(width=max(120, Console().width))
 Row = dict[str, Any]

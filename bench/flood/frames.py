@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
-ACK, END_HEADERS = 1, 4
+HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 1, 3, 4, 6, 9
+END_HEADERS = 4
 CANCEL = struct.pack(">I", 8)
 METHOD = b"/kvrelay.v1.Generate/GenerateOnce"
 FRAMES_AT_ONCE = 100

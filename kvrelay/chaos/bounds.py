@@ -284,8 +284,3 @@ def seconds(time: str, values: Mapping[str, float]) -> float:
 def within(time: str, values: Mapping[str, float]) -> float:
     """The same on the machine that these were measured on."""
     return seconds(time, values) + values["busy_s"]
-
-
-def names_in(time: str) -> set[str]:
-    """The settings and measures that a time is made of."""
-    return {match["name"] for match in TERM.finditer(time) if match["name"]}

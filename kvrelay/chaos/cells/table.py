@@ -7,7 +7,3 @@ from kvrelay.chaos.cells.cell import Cell
 
 KINDS = (processes, engines, links, clients, machine, deployed)
 CELLS: dict[str, Cell] = {cell.name: cell for kind in KINDS for cell in kind.CELLS}
-QUICK = (  # a small round
-    *("kill/decode/decoding", "kill/prefill/mid-transfer", "engine/decode/fail"),
-    *("segment/corrupt", "client/cancel", "link/router/reset"),
-)
