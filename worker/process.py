@@ -154,6 +154,7 @@ class ServiceThread:
         self._service, self._loop = service, asyncio.get_running_loop()
         give_memory_back()  # 50 MB of a small model's load
         gc.freeze()  # all that loading made stays; to look through it again would stop every request for 0.25 s
+        gc.collect()  # else CPython looks through the oldest again only when they are a quarter more than all that was
         address, http = getattr(started, "address", started), getattr(started, "http", "")
         self._say("ready", 1.0, address=str(address), http=http)
         turning = asyncio.ensure_future(self._say_that_it_turns())

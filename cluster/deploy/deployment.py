@@ -56,10 +56,8 @@ from worker.wire.secrets import Secrets
 log = logging.getLogger(__name__)
 
 CONTROLLER_RETRY_S = 0.2
-THREADS_OF_RAY, THREADS_OF_MEMBER = (
-    96,
-    28,
-)  # at least: of Ray, `up` and the controller; of a router or a worker's process
+THREADS_OF_RAY = 96  # at least, with `up` and the controller
+THREADS_OF_MEMBER = 28  # likewise, of a router or a worker's process
 POLL_S = 5.0  # a watcher waits for a change at most so long, so that a signal or a dead controller is noticed
 
 
