@@ -27,6 +27,7 @@ _REACHED = {  # somebody is there, but speaks otherwise
     "that its client_ca has signed and whose dates its clock is within, or has as many connections as it takes "
     "(max_connections)",
 }
+_PROXY = "received http2 header with status: "  # an answer that is none of gRPC's
 _BROKEN = (
     "stream removed",
     "socket closed",
@@ -54,8 +55,14 @@ def kvrelay_error(
     code: grpc.StatusCode, details: str | None, trailers: Iterable[Any] | None, endpoint: str
 ) -> KvrelayError:
     message = details or code.name.lower().replace("_", " ")
-    if code is grpc.StatusCode.UNAVAILABLE:
-        lowered = message.lower()
+    lowered = message.lower()
+    if lowered.startswith(_PROXY):
+        status = message[len(_PROXY) :]
+        message = f"{endpoint} is a proxy that answers with HTTP {status}; does it reach the router by gRPC?"
+        if status == "413":
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            message = f"the request is larger than the proxy at {endpoint} takes; raise its limit"
+    elif code is grpc.StatusCode.UNAVAILABLE:
         if lowered.startswith(_UNREACHED):
             message = next((say for sign, say in _REACHED.items() if sign in lowered), _NOBODY).format(endpoint)
         elif lowered.startswith(_UNRESOLVED):

@@ -192,3 +192,12 @@ def test_a_host_without_address_is_told_in_our_words() -> None:
 def test_a_connection_that_breaks_is_told_as_lost(details: str) -> None:
     error = kvrelay_error(grpc.StatusCode.UNAVAILABLE, details, (), ENDPOINT)
     assert error.message == f"the connection to {ENDPOINT} was lost"
+
+
+def test_a_proxy_that_refuses_a_request_or_reaches_no_router_is_told_as_one() -> None:
+    large = kvrelay_error(grpc.StatusCode.UNKNOWN, "Received http2 header with status: 413", (), ENDPOINT)
+    assert str(large.code) == "RESOURCE_EXHAUSTED"
+    assert "larger than the proxy" in str(large)
+    lost = kvrelay_error(grpc.StatusCode.UNAVAILABLE, "Received http2 header with status: 502", (), ENDPOINT)
+    assert str(lost.code) == "UNAVAILABLE"
+    assert "a proxy that answers with HTTP 502" in str(lost)
