@@ -49,6 +49,7 @@ from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
 from cluster.spec.sources import Sources
 from engine.cgroups import core_limit, memory_limit_bytes
+from engine.hub import at_commit
 from engine.memory_kills import MemoryKills
 from engine.process_room import ProcessRoom, process_room
 from worker.wire.secrets import Secrets
@@ -91,7 +92,7 @@ class Deployment:
         """Start or join Ray and launch every actor; returns before they are ready. Raises DeployError, SpecError."""
         machine = this_machine() if self._local is not None else None
         if self._local is not None and machine is not None:
-            self.spec = resolve(self._written, machine, node_host=LOOPBACK)
+            self.spec = _at_commits(resolve(self._written, machine, node_host=LOOPBACK))
             if why := why_crowded(self.spec, process_room()):
                 raise DeployError(why)
             if machine.gpus and machine.why_no_cuda:
@@ -110,7 +111,7 @@ class Deployment:
 
             if why := why_apart(ray.nodes()):
                 raise DeployError(why)
-            self.spec = resolve(self._written, None, node_host=node_host())
+            self.spec = _at_commits(resolve(self._written, None, node_host=node_host()))
             if named_actors():
                 raise DeployError(
                     f"a cluster named {self.spec.name} runs in this Ray already; end it with "
@@ -305,6 +306,16 @@ def _why_gone(error: Exception, *, has_answered: bool) -> str:
     if has_answered:
         return "the controller is gone: somebody has ended it, or Ray, from outside"
     return f"the controller cannot be started: {str(error).strip().splitlines()[-1].strip()}"
+
+
+def _at_commits(spec: ClusterSpec) -> ClusterSpec:
+    """Its names on the hub as they are there now: a worker that starts later than others loads what they have."""
+    drafts = {pool.label: getattr(pool.policy, "speculative_model", "") for pool in spec.pools}
+    pools = (
+        pool.model_copy(update={"speculative_model": at_commit(draft)}) if (draft := drafts[pool.label]) else pool
+        for pool in spec.pools
+    )
+    return spec.with_paths(at_commit).model_copy(update={"pools": tuple(pools)})
 
 
 def _too_slow(snapshot: Mapping[str, Any], timeout_s: float) -> str:

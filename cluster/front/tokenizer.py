@@ -27,6 +27,7 @@ from cluster.front.detokenizer import REPLACEMENT, special_ids
 from cluster.front.options import FrontOptions
 from cluster.front.structured import Forms
 from cluster.router.live.requests import RequestFailed
+from engine.hub import name_and_commit
 from engine.types import InvalidRequest
 from engine.weights.files import file_of, has_tokenizer, why_damaged, why_not_there
 
@@ -256,13 +257,14 @@ def _tokenizer_config(model: str) -> Mapping[str, Any] | None:
 
 
 def _load(model: str, config: Mapping[str, Any]) -> Any:
+    name, commit = name_and_commit(model)
     is_whole = file_of(model, "tokenizer.json", fetch=True) is not None
     if is_whole and config.get("tokenizer_class") in GENERIC_CLASSES:
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(model)
+        return PreTrainedTokenizerFast.from_pretrained(name, revision=commit)
     from transformers import AutoTokenizer
 
     # where mistral-common is installed a tekken.json would be read first, by a tokenizer that is not fast
     by_tekken = {"mistral_format": False} if is_whole else {}
-    return AutoTokenizer.from_pretrained(model, trust_remote_code=False, **by_tekken)
+    return AutoTokenizer.from_pretrained(name, revision=commit, trust_remote_code=False, **by_tekken)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from cluster.spec.knobs import Change, Spec, change_of
-from cluster.spec.model import ClusterSpec, RouterSpec, TransferSpec
+from cluster.spec.model import ClusterSpec, ModelSpec, RouterSpec, TransferSpec
 from cluster.spec.pool import PoolSpec
 from cluster.spec.sources import shown
 from engine.knobs import knobs_of
@@ -18,6 +18,7 @@ from worker.roles import ROLES
 
 PARTS = ("router", "transfer", "pools", "models")
 DERIVED_KEYS = ("threads", "cpus", "kv_memory", "device", "num_gpus", "gpu_memory_utilization")  # that auto is for
+AT_COMMITS = ("speculative_model",)  # kept at the commit at which its workers have it
 BETWEEN_HOSTS = {"tcp", "process_group"}
 NOW = Change("now")
 
@@ -61,13 +62,23 @@ def merged(running: tuple[ClusterSpec, ClusterSpec], wanted: ClusterSpec, resolv
         _merged_pool(*before[pool.label], pool, made) if pool.label in before else _unpinned(pool, made)
         for pool, made in zip(wanted.pools, resolved.pools, strict=True)
     ]
+    models = [_model_of(running, model) for model in resolved.models]
+    beside = {"models": tuple(models)} if models else {}  # else it would count as given
+    first = running[1].model if wanted.model == running[0].model else resolved.model
     host = running[1].router.host if wanted.router.host == running[0].router.host else resolved.router.host
     router = resolved.router.model_copy(update={"host": host})
-    return resolved.model_copy(update={"pools": tuple(pools), "router": router})
+    return resolved.model_copy(update={"pools": tuple(pools), "router": router, "model": first, **beside})
+
+
+def _model_of(running: tuple[ClusterSpec, ClusterSpec], wanted: ModelSpec) -> ModelSpec:
+    """At the commit at which its workers have it."""
+    written, own = ({each.name: each.model for each in spec.models} for spec in running)
+    is_as_before = written.get(wanted.name) == wanted.model
+    return wanted.model_copy(update={"model": own[wanted.name]}) if is_as_before else wanted
 
 
 def _merged_pool(old: PoolSpec, own: PoolSpec, wanted: PoolSpec, resolved: PoolSpec) -> PoolSpec:
-    as_before = [key for key in DERIVED_KEYS if getattr(old, key) == getattr(wanted, key)]
+    as_before = [key for key in (*DERIVED_KEYS, *AT_COMMITS) if getattr(old, key) == getattr(wanted, key)]
     kept = {key: getattr(own, key) for key in as_before if getattr(own, key) != getattr(resolved, key)}
     places = {} if isinstance(wanted.cpus, tuple) else {"replicas": own.replicas}
     pool = resolved.model_copy(update=kept | places)

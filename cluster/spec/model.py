@@ -23,6 +23,7 @@ from cluster.spec.knobs import Spec, setting, with_knobs
 from cluster.spec.pool import ANOTHER_MODEL, TRANSPORTS, PoolSpec, check_devices, check_name, check_pool
 from cluster.spec.tls import FilePath, MemberTls, RouterTls
 from cluster.usage.options import OFF, Prices, UsageOptions
+from engine.hub import name_and_commit
 from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
 from worker.roles import PHASES, ROLES
@@ -336,7 +337,7 @@ class ClusterSpec(Spec):
     def model_name(self) -> str:
         """What requests call the model."""
         is_path = self.model.startswith((".", "/", "~"))
-        return self.served_model_name or (Path(self.model).name if is_path else self.model)
+        return self.served_model_name or (Path(self.model).name if is_path else name_and_commit(self.model)[0])
 
 
 def _found_in(folder: Path, path: str) -> str:

@@ -24,6 +24,7 @@ from threading import Lock
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from engine.hub import name_and_commit
 from engine.sampling.json_schema import checked
 from engine.types import MAX_FORM_CHARS, InvalidRequest, ModelInfo
 
@@ -288,4 +289,5 @@ def _tokenizer_json(model: str) -> str:
         return path.read_text()
     from transformers import AutoTokenizer
 
-    return str(AutoTokenizer.from_pretrained(model, trust_remote_code=False).backend_tokenizer.to_str())
+    name, commit = name_and_commit(model)
+    return str(AutoTokenizer.from_pretrained(name, revision=commit, trust_remote_code=False).backend_tokenizer.to_str())

@@ -16,6 +16,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from engine.errors import UnsupportedModel
+from engine.hub import name_and_commit
 from engine.options import EngineOptions
 from engine.types import LengthRope
 from engine.weights.files import file_of, why_not_there
@@ -52,9 +53,10 @@ def load_config(model: str) -> Any:
     if os.path.isdir(model) and not os.path.exists(os.path.join(model, "config.json")):
         raise UnsupportedModel(f"model {model!r} has no config.json; give a Hugging Face model directory")
     check_beside(model)
+    name, commit = name_and_commit(model)
     try:
-        _check_sections(model, PreTrainedConfig.get_config_dict(model)[0])
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+        _check_sections(model, PreTrainedConfig.get_config_dict(name, revision=commit)[0])
+        return AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=False)
     except UnsupportedModel:
         raise
     except Exception as error:  # transformers raises nearly every type for a config that it cannot read

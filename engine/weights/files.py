@@ -14,6 +14,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from engine.hub import name_and_commit
+
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "*.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -43,10 +45,11 @@ def file_of(model: str, name: str, *, fetch: bool = False) -> Path | None:
         return path if path.exists() else None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
+    known, commit = name_and_commit(model)
     with suppress(Exception):  # whatever the hub's client raises
-        found = try_to_load_from_cache(model, name)
+        found = try_to_load_from_cache(known, name, revision=commit)
         if isinstance(found, str) or fetch:
-            return Path(found if isinstance(found, str) else hf_hub_download(model, name))
+            return Path(found if isinstance(found, str) else hf_hub_download(known, name, revision=commit))
     return None
 
 

@@ -26,6 +26,7 @@ from engine.attention import families, hooks
 from engine.attention.held import hold
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
+from engine.hub import keep_as_main, name_and_commit
 from engine.state import mixers
 from engine.types import InvalidRequest, LengthRope, ModelInfo, SamplingParams
 from engine.weights import experts, int8, quantised, ropes, unread
@@ -67,10 +68,12 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
     else:  # straight to the GPU, file by file, and experts as transformers chooses
         placed = {"device_map": {"": device}}
     method = quantised.method_of(config)
+    name, commit = name_and_commit(model)
     try:
         with LOADING, READ_OTHERWISE.get(method or "", nullcontext)():
             loaded, report = AutoModelForCausalLM.from_pretrained(
-                model,
+                name,
+                revision=commit,
                 config=config,
                 dtype=dtype,
                 attn_implementation="eager",
@@ -82,15 +85,16 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
         found = quantised.why_not_converted(config, error) or why_unreadable(folder_of(model))
         why = found or (NOT_RUN if isinstance(error, pickle.UnpicklingError) else first_sentence(error))
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
+    keep_as_main(model)
     check_beside(model)
     if twice := held_twice(folder_of(model)):
         raise UnsupportedModel(f"model {model!r} has {twice}; give each weight in one file, that which its index names")
     quantised.check_read(model, loaded, report["unexpected_keys"], method)
     if mismatched := sorted(report["mismatched_keys"]):
-        name, held, wanted = mismatched[0]
+        weight, held, wanted = mismatched[0]
         raise UnsupportedModel(
             f"model {model!r} has {len(mismatched)} of its weights in another shape than config.json says, "
-            f"first {name}: {tuple(held)} for {tuple(wanted)}; give both of one model"
+            f"first {weight}: {tuple(held)} for {tuple(wanted)}; give both of one model"
         )
     missing = sorted(report["missing_keys"])
     if missing:
@@ -239,7 +243,7 @@ def describe(
     parameters = dict(model.named_parameters())
     text = model.config.get_text_config()
     return ModelInfo(
-        name=os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name,
+        name=os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name_and_commit(name)[0],
         architecture=type(model).__name__,
         fingerprint=_fingerprint(model),
         dtype=str(dtype).removeprefix("torch."),

@@ -40,6 +40,29 @@ def told(plan: Planned) -> list[tuple[str, Any, Any, str]]:
     return [(each.key, each.before, each.after, each.change.how) for each in plan.changes]
 
 
+def test_models_stay_at_the_commit_at_which_they_are_had_until_others_are_written() -> None:
+    """Or what is applied again would change the model, and a worker more would have another than the first."""
+    at = "@" + "1" * 40
+    pools: list[dict[str, Any]] = [
+        {"role": "prefill"},
+        {"role": "decode", "speculative_model": "org/small", "num_speculative_tokens": 2},
+    ]
+    beside = {"role": "mixed", "model": "b"}
+    written = data([*pools, beside], models=[{"name": "b", "model": "org/b"}])
+    known = running(written)
+    drafting = known.resolved.pools[1].model_copy(update={"speculative_model": f"org/small{at}"})
+    known.resolved = known.resolved.with_paths(lambda model: model + at).model_copy(
+        update={"pools": (known.resolved.pools[0], drafting, known.resolved.pools[2])}
+    )
+    again = known.plan_for(written, {})
+    assert not again.changes
+    assert (again.resolved.model, again.resolved.model_name) == (f"m{at}", "m")
+    assert again.resolved.models[0].model == f"org/b{at}"
+    assert plan_of(again.resolved, "decode-0").engine["speculative_model"] == f"org/small{at}"
+    other = {**written, "pools": [pools[0], {**pools[1], "speculative_model": "org/other"}, beside]}
+    assert plan_of(known.plan_for(other, {}).resolved, "decode-0").engine["speculative_model"] == "org/other"
+
+
 def test_adapters_come_and_go_and_nothing_else_changes() -> None:
     known = running(data(router={"adapters": {"a": "/a"}, "max_calls": 7}))
     known.resize("decode", 3, "kvrelay scale")
