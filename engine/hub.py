@@ -1,15 +1,25 @@
 """A name on the hub at one commit, ORG/NAME@COMMIT: what a spec's ORG/NAME comes to once a cluster starts. Each of its
-processes, whenever it starts, loads the same files then, though the main branch has moved on since."""
+processes, whenever it starts, loads the same files then, though the main branch has moved on since.
+
+And what is told where its files cannot be had.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 AT_COMMIT = re.compile(r"([^@]+)@([0-9a-f]{40})", re.ASCII)
 ASK_TIMEOUT_S = 10.0
+CLIENTS = ("httpx", "httpx2", "huggingface_hub")  # whose errors tell why
+BARRED = {"GatedRepoError", "RepositoryNotFoundError"}
+UNLIKE = {"RemoteEntryNotFoundError", "RevisionNotFoundError"}  # the hub answers that there is none
+SIGNATURE = re.compile(r"\?[^\s']*")  # of an address, that whoever has it may fetch a file by
+MORE = " For more information check"
+MOST_CHARS = 200
 
 
 def name_and_commit(model: str) -> tuple[str, str | None]:
@@ -45,3 +55,24 @@ def keep_as_main(model: str) -> None:
         if not note.exists() or note.read_text() != commit:
             note.parent.mkdir(parents=True, exist_ok=True)
             note.write_text(commit)
+
+
+def why_not_had(model: str, error: BaseException) -> str:
+    """Of a name on the hub, where an error has its cause in what the hub's client met; nothing of any other."""
+    name, _ = name_and_commit(model)
+    met = [each for each in _chain(error) if type(each).__module__.split(".")[0] in CLIENTS]
+    kinds = {type(each).__name__ for each in met}
+    if not met or os.path.isdir(model) or kinds & UNLIKE:
+        return ""
+    mend = f"start again, or fetch it by `hf download {name}`"
+    if kinds & BARRED:
+        mend = "look at its name and its terms there, and give each host HF_TOKEN or log in on it by `hf auth login`"
+    word = " ".join(str(met[-1]).split()).split(MORE)[0] or type(met[-1]).__name__
+    return f"the hub does not give its files ({SIGNATURE.sub('', word)[:MOST_CHARS]}); {mend}"
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    at: BaseException | None = error
+    while at is not None:
+        yield at
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)

@@ -27,7 +27,7 @@ from cluster.front.detokenizer import REPLACEMENT, special_ids
 from cluster.front.options import FrontOptions
 from cluster.front.structured import Forms
 from cluster.router.live.requests import RequestFailed
-from engine.hub import name_and_commit
+from engine.hub import name_and_commit, why_not_had
 from engine.types import InvalidRequest
 from engine.weights.files import file_of, has_tokenizer, why_damaged, why_not_there
 
@@ -224,7 +224,8 @@ def load_codec(model: str, *, max_waiting_bytes: int = MAX_WAITING_BYTES) -> Tex
             mend = "put a tokenizer.json there, and take auto_map out of tokenizer_config.json"
             raise TokenizerError(f"the tokenizer of {model} has code of its own, which is not run; {mend}") from error
         path = file_of(model, "tokenizer.json")
-        why = (why_damaged(path) if path is not None else "") or str(error).strip().split("\n", 1)[0]
+        why = (why_damaged(path) if path is not None else "") or why_not_had(model, error)
+        why = why or str(error).strip().split("\n", 1)[0]
         if "pip install tiktoken" in why:  # what transformers tries last, where SentencePiece is what is missing
             why = (
                 "it has no tokenizer.json, and tokenizer.model is read by sentencepiece or tiktoken, whichever wrote "

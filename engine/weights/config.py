@@ -16,7 +16,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from engine.errors import UnsupportedModel
-from engine.hub import name_and_commit
+from engine.hub import name_and_commit, why_not_had
 from engine.options import EngineOptions
 from engine.types import LengthRope
 from engine.weights.files import file_of, why_not_there
@@ -64,7 +64,8 @@ def load_config(model: str) -> Any:
             raise UnsupportedModel(
                 f"model {model!r} has code of its own, which is not run; give one of a type that transformers knows"
             ) from error
-        raise UnsupportedModel(f"model {model!r} cannot be read: {first_sentence(error)}") from error
+        why = why_not_had(model, error) or first_sentence(error)
+        raise UnsupportedModel(f"model {model!r} cannot be read: {why}") from error
 
 
 def _check_sections(model: str, config: dict[str, Any]) -> None:

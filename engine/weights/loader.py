@@ -26,7 +26,7 @@ from engine.attention import families, hooks
 from engine.attention.held import hold
 from engine.attention.probe import Probe
 from engine.errors import UnsupportedModel
-from engine.hub import keep_as_main, name_and_commit
+from engine.hub import keep_as_main, name_and_commit, why_not_had
 from engine.state import mixers
 from engine.types import InvalidRequest, LengthRope, ModelInfo, SamplingParams
 from engine.weights import experts, int8, quantised, ropes, unread
@@ -82,7 +82,8 @@ def load_model(model: str, config: Any, dtype: torch.dtype, device: torch.device
                 **placed,
             )
     except Exception as error:  # as above: OSError, ValueError, SafetensorError, KeyError, RuntimeError, ...
-        found = quantised.why_not_converted(config, error) or why_unreadable(folder_of(model))
+        found = why_not_had(model, error) or quantised.why_not_converted(config, error)
+        found = found or why_unreadable(folder_of(model))
         why = found or (NOT_RUN if isinstance(error, pickle.UnpicklingError) else first_sentence(error))
         raise UnsupportedModel(f"model {model!r} cannot be loaded: {why}") from error
     keep_as_main(model)

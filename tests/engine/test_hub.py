@@ -12,7 +12,7 @@ from threading import Thread
 
 import pytest
 
-from engine.hub import at_commit, name_and_commit
+from engine.hub import at_commit, name_and_commit, why_not_had
 
 pytestmark = pytest.mark.unit
 
@@ -81,3 +81,30 @@ def test_a_directory_has_no_commit(tmp_path: Path) -> None:
     assert at_commit(str(folder)) == str(folder)
     assert name_and_commit(str(folder)) == (str(folder), None)
     assert name_and_commit("org/model") == ("org/model", None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "why"),
+    [
+        (
+            "httpx2.RemoteProtocolError",
+            "peer closed connection",
+            "the hub does not give its files (peer closed connection); start again, or fetch it by `hf download org/m`",
+        ),
+        (
+            "huggingface_hub.errors.GatedRepoError",
+            "403 for url 'https://hub/x?Signature=secret' For more information check: https://mdn",
+            "the hub does not give its files (403 for url 'https://hub/x'); look at its name and its terms there, and "
+            "give each host HF_TOKEN or log in on it by `hf auth login`",
+        ),
+        ("huggingface_hub.errors.RemoteEntryNotFoundError", "no such file", ""),
+        ("builtins.ValueError", "no such layer", ""),
+    ],
+)
+def test_a_download_that_fails_tells_its_cause_and_what_to_do(kind: str, word: str, why: str) -> None:
+    """transformers tells that it cannot load the model, and what a model's directory is."""
+    module, _, name = kind.rpartition(".")
+    cause = type(name, (Exception,), {"__module__": module})(word)
+    error = OSError("Can't load the model for 'org/m'. If you were trying to load it from")
+    error.__cause__ = cause
+    assert why_not_had(f"org/m@{OLD}", error) == why
