@@ -166,8 +166,12 @@ def is_there(process: psutil.Process) -> bool:
 
 
 def _base() -> str:
-    """Where temporary files go, unless sockets cannot have so long a path there, or Ray cannot read it."""
-    wanted = tempfile.gettempdir()
+    """Where temporary files go, unless sockets cannot have so long a path there, or Ray cannot read it. Raises OSError
+    where there is no such place."""
+    try:
+        wanted = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise OSError(f"{error.strerror}; set TMPDIR to a short path that can be written to") from None
     needed = len(f"/{PREFIX}") + 8
     return wanted if wanted.isascii() and len(os.fsencode(wanted)) + needed <= MAX_FOLDER_BYTES else "/tmp"
 

@@ -78,6 +78,14 @@ def test_what_ray_cannot_read_is_not_its_folder(monkeypatch: pytest.MonkeyPatch,
     assert local_ray._base() == (wanted if is_taken else "/tmp")
 
 
+def test_where_no_temporary_file_can_be_written_it_tells_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose root is read-only, without a mount at /tmp."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere"])
+    with pytest.raises(OSError, match=r"nowhere.*; set TMPDIR"):
+        local_ray._base()
+
+
 def test_a_keeper_that_ended_is_told_though_nobody_has_reaped_it() -> None:
     child = subprocess.Popen(["sleep", "60"])
     ray = LocalRay()
