@@ -33,7 +33,7 @@ MOST_PRIORITY = 2**31 - 1  # that a request can carry
 WHOLE_PRIORITY = f"a whole number of {-MOST_PRIORITY} to {MOST_PRIORITY}, 0 for most"
 PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PK\x03\x04")  # how gzip, zstd, xz and zip begin
 COLUMNS = {  # of a CSV: what it may call them, in any case of letters
-    "arrival": ("TIMESTAMP", "arrival_s", "arrival_ms", "arrival", "arrived_at"),
+    "arrival": ("TIMESTAMP", "arrival_s", "arrival_ms", "arrival", "arrived_at", "arrival_timestamp"),
     "prompt": (
         *("ContextTokens", "prompt_tokens", "prompt_len", "prompt_size", "input_length", "num_prefill_tokens"),
         "Request tokens",

@@ -65,6 +65,14 @@ def test_any_csv_with_arrivals_lengths_and_classes(tmp_path: Path) -> None:
     assert workload.first(2).class_of.tolist() == [0, 1]
 
 
+def test_a_trace_of_splitwises_simulator_is_read(tmp_path: Path) -> None:
+    text = "request_id,request_type,application_id,arrival_timestamp,batch_size,prompt_size,token_size\n"
+    workload = from_trace(csv(tmp_path, f"{text}0,2,0,1.5,1,374,44\n1,2,0,4,1,396,109\n"))
+    assert workload.arrival_s.tolist() == [0.0, 2.5]
+    assert workload.prompt_len.tolist() == [374, 396]
+    assert workload.output_len.tolist() == [44, 109]
+
+
 def test_priorities_are_a_column_and_stay_with_their_requests(tmp_path: Path) -> None:
     text = "arrival_s,prompt_len,output_len,priority\n" + "".join(f"{i},{i + 1},1,{i % 3 - 1}\n" for i in range(9))
     workload = from_trace(csv(tmp_path, text))
