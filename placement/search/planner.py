@@ -12,7 +12,7 @@ It decides by simulation alone; arithmetic only leaves out what cannot win. Plan
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from placement.build.from_offers import offers_of
 from placement.catalogs.base import Catalog, Offer, PlanError
@@ -92,18 +92,46 @@ def plan(
 def _simulated(
     search: PlanSearch, offers: Sequence[Offer]
 ) -> tuple[list[SimulatedCluster], Phases, list[WorkerGoodput]]:
-    """Whole clusters; and of single workers each phase, and colocated ones."""
-    problem, runner, log, question = search.problem, search.runner, search.log, search.question
-    apart = offers if problem.traffic.source.has_decode else ()  # a decode worker would have nothing to do
-    prefills = screen_phase(problem, runner, "prefill", apart, log)
-    decodes = screen_phase(problem, runner, "decode", apart, log)
-    colocated = screen_colocated(problem, runner, offers, log) if question.colocated else []
-    placements = _promising(question, _two_pools(search, prefills, decodes)) + _colocated(search, colocated)
+    """Whole clusters; and of single workers each phase, and colocated ones. A burst that comes to one worker alone is
+    shared by several, so that what each is worth among them lies between what it keeps of bursts and of arrivals that
+    are spread: the clusters that either promises are simulated."""
+    question = search.question
+    alone = _screened(search, search.problem, offers)
+    placements = _placements(search, alone)
+    if search.problem.traffic.is_bursty:
+        spread = replace(search.problem, traffic=search.problem.traffic.spread())
+        known = {placement.candidate for placement in placements}
+        promised = _placements(search, _screened(search, spread, offers))
+        placements += [placement for placement in promised if placement.candidate not in known]
     if question.rate:
         clusters = simulate_for_rate(search, placements, question.rate)
     else:
         clusters = simulate_for_gpus(search, placements)
-    return clusters, {"prefill": prefills, "decode": decodes}, colocated
+    return clusters, {"prefill": alone.prefills, "decode": alone.decodes}, alone.colocated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alone:
+    """What single workers keep, the best per GPU first."""
+
+    prefills: list[WorkerGoodput]
+    decodes: list[WorkerGoodput]
+    colocated: list[WorkerGoodput]
+
+
+def _screened(search: PlanSearch, problem: PlacementProblem, offers: Sequence[Offer]) -> _Alone:
+    runner, log = search.runner, search.log
+    apart = offers if problem.traffic.source.has_decode else ()  # a decode worker would have nothing to do
+    return _Alone(
+        prefills=screen_phase(problem, runner, "prefill", apart, log),
+        decodes=screen_phase(problem, runner, "decode", apart, log),
+        colocated=screen_colocated(problem, runner, offers, log) if search.question.colocated else [],
+    )
+
+
+def _placements(search: PlanSearch, alone: _Alone) -> list[Placement]:
+    two_pools = _two_pools(search, alone.prefills, alone.decodes)
+    return _promising(search.question, two_pools) + _colocated(search, alone.colocated)
 
 
 def _num_gpus(question: PlanQuestion, catalog: Catalog) -> int:

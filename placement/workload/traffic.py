@@ -41,6 +41,15 @@ class Traffic:
         if self.is_replay and not self.source.duration_s:
             raise WorkloadError(f"{self.source.name}: all requests come at once; a replay needs times that differ")
 
+    @property
+    def is_bursty(self) -> bool:
+        """More than Poisson arrivals are, or may be."""
+        return self.is_replay or self.burstiness < 1
+
+    def spread(self) -> Traffic:
+        """The same requests as Poisson arrivals."""
+        return replace(self, burstiness=1.0, is_replay=False)
+
     def draw(self, rate: float, count: int, seed: int) -> Workload:
         """`count` requests at `rate` a second, the first at 0."""
         drawn = self._drawn(rate, count, seed)

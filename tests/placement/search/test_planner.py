@@ -311,6 +311,12 @@ def test_each_pool_of_a_hybrid_shrinks_by_itself_and_none_grows() -> None:
     assert [pool.replicas for pool in many.placement.candidate.pools] == [2, 1]
 
 
+def test_a_burst_that_is_too_much_for_any_worker_alone_is_shared() -> None:
+    with pytest.raises(PlanError, match="no prefill worker of up to 1 GPU keeps it"):
+        planned(num_gpus=1, burstiness=0.05)
+    assert planned(rate=1.0, num_gpus=None, burstiness=0.05, thoroughness=0.02).chosen.goodput.value >= 1
+
+
 def test_a_budget_is_as_many_gpus_as_it_pays_for() -> None:
     found = planned(num_gpus=None, budget_usd_per_hour=5.9, colocated=False)
     assert found.chosen.candidate.gpus == 2
