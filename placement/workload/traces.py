@@ -31,6 +31,7 @@ MOST_LENGTH = 1_000_000_000  # tokens
 MOST_FIELD = 2**30  # characters of a CSV's field: prompts may stand beside their lengths
 MOST_PRIORITY = 2**31 - 1  # that a request can carry
 WHOLE_PRIORITY = f"a whole number of {-MOST_PRIORITY} to {MOST_PRIORITY}, 0 for most"
+PARTED = ("\t", ";", "|")  # that stand where a CSV's commas should
 PACKED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ", b"PK\x03\x04")  # how gzip, zstd, xz and zip begin
 COLUMNS = {  # of a CSV: what it may call them, in any case of letters
     "arrival": ("TIMESTAMP", "arrival_s", "arrival_ms", "arrival", "arrived_at", "arrival_timestamp"),
@@ -128,6 +129,8 @@ def _csv_rows(file: Iterable[str], name: str) -> Iterator[Shape]:
 
 def _columns(header: Sequence[str], name: str) -> dict[str, str]:
     """What each column is called here."""
+    if len(header) == 1 and (mark := next((mark for mark in PARTED if mark in header[0]), "")):
+        raise WorkloadError(f"{name}:1: columns are parted by {mark!r}; put commas between them")
     called = {column.strip().lower(): column for column in header}
     columns = {
         what: next(called[alias.lower()] for alias in aliases if alias.lower() in called)

@@ -113,6 +113,8 @@ def test_a_trace_says_whose_clients_leave_and_when(tmp_path: Path) -> None:
         ("arrival_s,prompt_len,output_len,priority\n0,1,4,high\n", ":2: priority is 'high'; give a whole number"),
         ("arrival_s,prompt_len,output_len,priority\n0,1,4,9e9\n", ":2: priority is '9e9'; give a whole number"),
         ("arrival_s,prompt_tokens\n1,2\n", "no column GeneratedTokens"),
+        ("arrival_s;prompt_len;output_len\n1;2;3\n", ":1: columns are parted by ';'; put commas"),
+        ("arrival_s\tprompt_len\toutput_len\n1\t2\t3\n", "parted by '.t'; put commas"),
         ("arrival_s,prompt_len,output_len\n0,0,4\n", ":2: prompt_len is 0"),
         ("arrival_s,prompt_len,output_len\n5,1,4\n3,1,4\n", ":3: arrival_s is 2 s before"),
         ("arrival_s,prompt_len,output_len\nnan,1,4\n", ":2: arrival_s is 'nan'"),
