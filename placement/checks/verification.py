@@ -84,7 +84,7 @@ class Verification:
     rows: tuple[Row, ...]
     attainment: Interval  # predicted
     measured_attainment: float
-    phases_s: Mapping[str, tuple[float, float]]  # predicted, measured: means
+    phases_s: Mapping[str, tuple[float, float]]  # predicted, measured: means, which sum to that of the whole
     error: float  # of the latency model, that the intervals come from
 
     def row(self, metric: str, percentile: float) -> Row:
@@ -188,7 +188,7 @@ def compare(prediction: Prediction, measured: Seen, slo: Slo) -> Verification:
                     measured=float(ranks[-1][i]),
                 )
             )
-    names = list(dict.fromkeys([*expected.phases_s, *measured.phases_s]))
+    was, came = _with_outside(expected), _with_outside(measured)
     return Verification(
         rate=workload.rate,
         num_requests=len(workload),
@@ -197,9 +197,16 @@ def compare(prediction: Prediction, measured: Seen, slo: Slo) -> Verification:
         rows=tuple(row for row in rows if not np.isnan(row.predicted.value)),
         attainment=_interval([attainment(seen, slo) for seen in ways]),
         measured_attainment=attainment(measured, slo),
-        phases_s={n: (expected.phases_s.get(n, 0.0), measured.phases_s.get(n, 0.0)) for n in names},
+        phases_s={name: (was.get(name, 0.0), came.get(name, 0.0)) for name in dict.fromkeys([*was, *came])},
         error=prediction.error,
     )
+
+
+def _with_outside(seen: Seen) -> dict[str, float]:
+    """The phases, and what is left of the mean end to end: the client, the network, the sending late."""
+    if not seen.phases_s:
+        return {}
+    return {**seen.phases_s, "outside": float(np.nanmean(seen.e2e_s)) - sum(seen.phases_s.values())}
 
 
 def attainment(seen: Seen, slo: Slo) -> float:

@@ -51,6 +51,14 @@ def test_a_prediction_that_came_true_is_off_by_nothing() -> None:
     assert all(predicted == measured for predicted, measured in found.phases_s.values())
 
 
+def test_the_phases_sum_to_the_whole_where_the_time_goes_outside_the_server() -> None:
+    prediction = predict(sim_cluster(profile()), workload(), Doubt())
+    late = replace(prediction.expected, e2e_s=prediction.expected.e2e_s + 0.25)
+    phases = compare(prediction, late, SLO).phases_s
+    assert phases["outside"][1] - phases["outside"][0] == pytest.approx(0.25)
+    assert sum(measured for _, measured in phases.values()) == pytest.approx(late.e2e_s.mean())
+
+
 def test_how_far_off_each_figure_is() -> None:
     prediction = predict(sim_cluster(profile()), workload(), Doubt())
     came, found = (compare(prediction, seen_as(prediction.expected, times), SLO) for times in (1.0, 1.25))
