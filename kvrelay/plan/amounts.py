@@ -50,6 +50,11 @@ def usd(value: float) -> str:
     return f"${value:,.2f}"
 
 
+def if_known(value: float, said: str) -> str:
+    """What stands in a table for a price or a power: 0 is that nobody knows it."""
+    return said if value else "-"
+
+
 def usd_per_million(usd_per_hour: float, rate: float) -> str:
     """Of requests, at a rate that keeps the machines as busy as they may be."""
     return f"${num(1e6 * usd_per_hour / 3600 / rate)}" if rate else "-"

@@ -129,7 +129,7 @@ def _classes(plan: Plan) -> Iterator[tuple[str, str, str, str, str]]:
 
 
 def _tried_row(rank: int, placement: Goodput, plan: Plan) -> dict[str, Any]:
-    rate = placement.goodput.value
+    rate, cost = placement.goodput.value, placement.usd_per_hour
     return {
         "rank": rank,
         "label": placement.candidate.label,
@@ -138,9 +138,9 @@ def _tried_row(rank: int, placement: Goodput, plan: Plan) -> dict[str, Any]:
         "gpus": placement.candidate.gpus,
         "goodput": words.goodput_of(placement) if rate else "0",
         "per_gpu": amounts.num(placement.per_gpu),
-        "usd": f"{placement.usd_per_hour:,.2f}",
-        "usd_each": amounts.usd_per_million(placement.usd_per_hour, rate).lstrip("$"),
-        "kw": amounts.num(placement.watts / 1e3),
+        "usd": amounts.if_known(cost, f"{cost:,.2f}"),
+        "usd_each": amounts.if_known(cost, amounts.usd_per_million(cost, rate).lstrip("$")),
+        "kw": amounts.if_known(placement.watts, amounts.num(placement.watts / 1e3)),
         "limit": placement.limit,
     }
 

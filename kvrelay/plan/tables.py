@@ -88,7 +88,8 @@ def _row(rank: int, placement: Goodput) -> tuple[str, ...]:
     none = f"0: {placement.limit}" if placement.limit else "0"
     goodput = words.goodput_of(placement) if placement.goodput.value else none
     label, gpus = placement.candidate.label, f"{placement.candidate.gpus}"
-    return f"{rank}", label, gpus, goodput, amounts.num(placement.per_gpu), f"{placement.usd_per_hour:,.2f}"
+    cost = amounts.if_known(placement.usd_per_hour, f"{placement.usd_per_hour:,.2f}")
+    return f"{rank}", label, gpus, goodput, amounts.num(placement.per_gpu), cost
 
 
 def _refused(plan: Plan) -> Table:

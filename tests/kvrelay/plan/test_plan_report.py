@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ def test_the_page_says_the_answer_the_advice_the_sources_and_what_was_refused(te
         assert sentence in plain
     for found in PLAN.tried:
         assert found.candidate.label in plain
+
+
+def test_what_nobody_knows_the_price_of_does_not_cost_nothing(tmp_path: Path) -> None:
+    free = tuple(replace(each, usd_per_hour=0.0, watts=0.0) for each in PLAN.tried)
+    plan = replace(PLAN, chosen=free[0], tried=free)
+    save(plan, REQUEST, tmp_path)
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(*tables(plan))
+    rows = re.findall(r"<tr.*?</tr>", (tmp_path / "report.html").read_text(), re.DOTALL)
+    for each in free[:3]:
+        label = each.candidate.label
+        assert next(line for line in shown.getvalue().splitlines() if label in line).split()[-1] == "-"
+        row = next(row for row in rows if html.escape(label) in row)
+        assert [re.sub(r"<[^>]*>", "", cell).strip() for cell in re.findall(r"<td.*?</td>", row)][-4:-1] == ["-"] * 3
 
 
 def test_names_from_outside_are_written_as_text(tmp_path: Path) -> None:
