@@ -1,8 +1,9 @@
 """Gloo for process_group: how KV in CPU memory is moved between two ranks.
 
 What gloo makes necessary (measured): a message larger than the buffer it arrives in ends the process, so a message's
-size is its tag too, and a message of another size matches no receive and times out. Its port, open as long as the
-group, asks a caller for a small number only, so each rank shows the other first that it is the one at the store. What
+size is its tag too, and a message of another size matches no receive and times out. Its timeout is for a whole message,
+so a segment goes in pieces: a slow link moves one in time, and a peer that moves none is gone. Its port, open as long as
+the group, asks a caller for a small number only, so each rank shows the other first that it is the one at the store. What
 a stranger who comes before that can still do is to end the pair: tcp.py does not have this weakness.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,6 +25,7 @@ from kv_transfer.transports.two_rank_group import DECODE_RANK, PREFILL_RANK, Two
 
 PROOF_BYTES = 32
 PROOF_TAG = 0  # no segment is empty
+PIECE_BYTES = 1 << 20  # of one message: 1.7 Mbit/s bring it in the 5 s of timeout_s
 BUFFER_BYTES = 8 << 20  # at least, so that segments of all sizes share buffers whose memory is there already
 
 
@@ -63,26 +65,25 @@ class GlooGroup(TwoRankGroup):
     def send(self, data: torch.Tensor) -> Future[None]:
         """Posted in the group's thread: gloo writes to the socket in the call, and the caller has pages to gather."""
         done = self._promise()
-        self._works.put((lambda: self._process_group.send([data], DECODE_RANK, _tag(data)), done))
+        self._works.put((lambda: [self._process_group.send([x], DECODE_RANK, _tag(x)) for x in _pieces(data)], done))
         return done
 
     def receive(self, data: torch.Tensor) -> Future[None]:
         """Posted at once, so that the bytes may come before anybody waits for them."""
         done = self._promise()
         try:
-            work = self._process_group.recv([data], PREFILL_RANK, _tag(data))
+            works = [self._process_group.recv([x], PREFILL_RANK, _tag(x)) for x in _pieces(data)]
         except (RuntimeError, ValueError) as error:
             self.abort(f"cannot reach {self._peer}: {first_line(error)}")
             raise TransferError(f"cannot reach {self._peer}: {first_line(error)}") from error
-        self._works.put((lambda: (work, data)[0], done))  # gloo knows the buffer's address only: it must live as long
+        self._works.put((lambda: (works, data)[0], done))  # gloo knows the buffer's address only: it must live as long
         return done
 
     def _run(self) -> None:
         try:
             while (entry := self._works.get()) is not None:
                 post, done = entry
-                work = post()
-                if work is not None:
+                for work in post() or ():
                     work.wait()
                 if not self._keep(done):
                     return
@@ -90,6 +91,10 @@ class GlooGroup(TwoRankGroup):
             self._on_error(error)
         finally:
             self._process_group = None
+
+
+def _pieces(data: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(data, PIECE_BYTES)
 
 
 def _tag(data: torch.Tensor) -> int:
