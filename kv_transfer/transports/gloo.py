@@ -1,10 +1,10 @@
 """Gloo for process_group: how KV in CPU memory is moved between two ranks.
 
 What gloo makes necessary (measured): a message larger than the buffer it arrives in ends the process, so a message's
-size is its tag too, and a message of another size matches no receive and times out. Its timeout is for a whole message,
-so a segment goes in pieces: a slow link moves one in time, and a peer that moves none is gone. Its port, open as long as
-the group, asks a caller for a small number only, so each rank shows the other first that it is the one at the store. What
-a stranger who comes before that can still do is to end the pair: tcp.py does not have this weakness.
+size is its tag too, and a message of another size matches no receive and times out. Its timeout is for a whole
+message, so a segment goes in pieces: a slow link moves one in time, and a peer that moves none is gone. Its port, open
+as long as the group, asks a caller for a small number only, so each rank shows the other first that it is the one at
+the store. What a stranger who comes before that can still do is to end the pair: tcp.py does not have this weakness.
 """
 
 from __future__ import annotations
