@@ -38,7 +38,7 @@ from cluster.spec.model import ClusterSpec
 from cluster.spec.pool import PoolSpec
 from cluster.spec.resolve import WorkerPlan, workers_of
 from cluster.spec.sources import Sources
-from engine.memory_kills import MemoryKills
+from engine.limits.memory_kills import MemoryKills
 from worker.awake import AwakeClock
 from worker.log_file import log_into
 from worker.membership import Greeting

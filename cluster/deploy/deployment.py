@@ -48,10 +48,10 @@ from cluster.deploy.roster import ROUTER, Version
 from cluster.spec.model import ClusterSpec
 from cluster.spec.resolve import Machine, resolve
 from cluster.spec.sources import Sources
-from engine.cgroups import core_limit, memory_limit_bytes
 from engine.hub import at_commit
-from engine.memory_kills import MemoryKills
-from engine.process_room import ProcessRoom, process_room
+from engine.limits.cgroups import core_limit, memory_limit_bytes
+from engine.limits.memory_kills import MemoryKills
+from engine.limits.process_room import ProcessRoom, process_room
 from worker.wire.secrets import Secrets
 
 log = logging.getLogger(__name__)

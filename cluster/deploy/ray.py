@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from engine.process_room import process_room
+from engine.limits.process_room import process_room
 from worker.wire.knock import knock
 
 CONNECT_TIMEOUT_S = 5.0

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.cgroups import CGROUPS, PROC, groups
+from engine.limits.cgroups import CGROUPS, PROC, groups
 
 logger = logging.getLogger(__name__)
 

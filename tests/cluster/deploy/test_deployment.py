@@ -17,7 +17,7 @@ from cluster.deploy.ray import DeployError
 from cluster.deploy.roster import Version
 from cluster.spec.load import parse_spec
 from cluster.spec.resolve import Machine
-from engine.process_room import ProcessRoom
+from engine.limits.process_room import ProcessRoom
 from worker.wire.secrets import Secrets
 
 pytestmark = pytest.mark.unit

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.deploy import ray as rays
 from cluster.deploy.ray import DeployError, ends_within, initialized_ray, join_ray, shut_down, why_apart, why_full
-from engine.process_room import ProcessRoom
+from engine.limits.process_room import ProcessRoom
 
 pytestmark = pytest.mark.unit
 

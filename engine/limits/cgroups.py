@@ -34,8 +34,8 @@ def groups(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> Itera
 def memory_limit_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """The least of all; None: there is none."""
     names = {True: "memory.max", False: "memory.limit_in_bytes"}
-    texts = [_text(group.folder / names[group.is_v2]).strip() for group in groups("memory", proc, cgroups)]
-    return min((int(text) for text in texts if text not in ("", "max")), default=None)
+    limits = (number_in(group.folder / names[group.is_v2]) for group in groups("memory", proc, cgroups))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def core_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
@@ -47,6 +47,12 @@ def core_limit(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
         if quota not in ("max", "-1") and period:
             limits.append(int(quota) / int(period[0]))
     return min(limits, default=None)
+
+
+def number_in(path: Path) -> int | None:
+    """None: "max", or it cannot be read."""
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
 
 
 def _text(path: Path) -> str:

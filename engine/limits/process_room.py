@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.cgroups import CGROUPS, PROC, groups
+from engine.limits.cgroups import CGROUPS, PROC, groups, number_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def process_room(proc: Path = PROC, cgroups: Path = CGROUPS) -> ProcessRoom | No
 
 def _of_groups(proc: Path, cgroups: Path) -> Iterator[ProcessRoom]:
     for group in groups("pids", proc, cgroups):
-        most, now = (_number(group.folder / name) for name in ("pids.max", "pids.current"))
+        most, now = (number_in(group.folder / name) for name in ("pids.max", "pids.current"))
         if most is not None and now is not None:
             yield ProcessRoom(max(0, most - now), f"{now} run, and pids.max of the cgroup {group.folder} is {most}")
 
@@ -53,11 +53,3 @@ def _threads_of(user: int, status: Path) -> int:
     fields = {key: words.split() for key, _, words in (line.partition(":") for line in lines)}
     is_ours = fields.get("Uid", [""])[0] == str(user)
     return int(fields["Threads"][0]) if is_ours and "Threads" in fields else 0
-
-
-def _number(path: Path) -> int | None:
-    """None: "max", or it cannot be read."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.cgroups import CGROUPS, PROC, groups, memory_limit_bytes
+from engine.limits.cgroups import CGROUPS, PROC, groups, memory_limit_bytes
 
 GIB = 1 << 30
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cgroups import core_limit, memory_limit_bytes
+from engine.limits.cgroups import core_limit, memory_limit_bytes
 
 pytestmark = pytest.mark.unit
 

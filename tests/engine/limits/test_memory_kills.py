@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.memory_kills import MemoryKills
-from tests.engine.test_cgroups import GIB, tree
+from engine.limits.memory_kills import MemoryKills
+from tests.engine.limits.test_cgroups import GIB, tree
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.process_room import ProcessRoom, process_room
-from tests.engine.test_cgroups import tree
+from engine.limits.process_room import ProcessRoom, process_room
+from tests.engine.limits.test_cgroups import tree
 
 pytestmark = pytest.mark.unit
 
